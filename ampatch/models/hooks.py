@@ -6,7 +6,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,16 +21,23 @@ from ampatch.levels.precision import HALF_TYPES
 from ampatch.models.cast_tensor import CastModule, Float32Values, own_tensors
 
 
+def find_dtype(dtype: torch.dtype | None, weight: Tensor | None) -> torch.dtype | None:
+    """What a half module computes in: None once somebody has cast its weight to float32."""
+    return None if weight is not None and weight.dtype not in HALF_TYPES else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class CastInputs:
     """Casts a module's floating inputs, in any container; a forward pre-hook with kwargs.
 
-    On a deep copy or a pickled model it follows the weights, which their owner may cast to float32. Who puts
-    it onto the successor of a module, as torch.ao.quantization does, may leave kwargs out.
+    On a deep copy or a pickled model it follows the weights, which their owner may cast to float32; on the
+    model itself one of them, `weight`, for whoever calls `model.float()`. Who puts it onto the successor of a
+    module, as torch.ao.quantization does, may leave kwargs out.
     """
 
     dtype: torch.dtype
     is_copy: bool = False
+    weight: Tensor | None = field(default=None, compare=False)
 
     def __reduce__(self) -> tuple:
         return type(self), (self.dtype, True)
@@ -44,7 +51,7 @@ class CastInputs:
     def find_dtype(self, module: Module) -> torch.dtype | None:
         """What the inputs are cast to; in a copy as its weights are, None if they are not half any more."""
         if not self.is_copy:
-            return self.dtype
+            return find_dtype(self.dtype, self.weight)
         tensors = itertools.chain(module.parameters(), module.buffers())
         half = (tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES)
         return next(half, None if self.dtype in HALF_TYPES else self.dtype)
@@ -72,6 +79,7 @@ class EnterForward:
 
     off: bool
     dtype: torch.dtype | None
+    weight: Tensor | None = field(default=None, compare=False)  # as that of `CastInputs`
 
     def __call__(self, module: Module, args: tuple) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -88,7 +96,7 @@ class EnterForward:
 
     def find_dtype(self, args: tuple) -> torch.dtype | None:
         """What the activations in the forward have."""
-        return self.dtype
+        return find_dtype(self.dtype, self.weight)
 
 
 @dataclass(frozen=True, slots=True)

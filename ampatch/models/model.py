@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -33,6 +33,7 @@ from ampatch.models.kept import (
     select_without_kernel,
 )
 from ampatch.models.methods import replace_methods, restore_methods
+from ampatch.models.mismatch import ExplainMismatch
 from ampatch.models.rounding import Effect, find_effect
 
 ValuesById = Mapping[int, Float32Values]  # what knows a tensor, by the tensor's id
@@ -72,17 +73,34 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesBy
         is_half, is_known = param.dtype in HALF_TYPES, _is_known(param, values)
         if is_half and not is_known and not allow_half:
             raise AmpValueError(
-                f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; remove "
-                f".half() or .bfloat16() from the model, load it as float32 (dtype=torch.float32 of "
-                f"from_pretrained, precision='32-true' of Lightning): the opt level casts it (a "
-                f"copy of an initialized model must be made before initialize; "
-                f"allow_half_params=True takes it as it is)"
+                f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; "
+                f"{_explain_half(model, values)}"
             )
         if is_half and is_known and param.dtype is not policy.cast_model_type:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
-                f"use that opt level for both, or call ampatch.uninitialize() first"
+                f"call ampatch.uninitialize() first, or give all models that share it one opt level"
             )
+
+
+def _explain_half(model: Module, values: ValuesById) -> str:
+    """Says how a half parameter of a model has come about, and what to do."""
+    if any(_is_known(param, values) for param in model.parameters()):
+        return (
+            "it came into the model after an earlier initialize, which has cast the others: call "
+            "ampatch.uninitialize(), which makes all of them float32, then initialize again"
+        )
+    saving = [hook for part in model.modules() for hook in part._state_dict_hooks.values()]
+    if any(isinstance(hook, hooks.SaveFloat32) for hook in saving):
+        return (
+            "it belongs to a copy of an initialized model, whose weights are half: copy before initialize, "
+            "or call .float() on the copy, and copy.load_state_dict(model.state_dict()) for the exact values"
+        )
+    return (
+        "remove .half() or .bfloat16() from the model, load it as float32 (dtype=torch.float32 of "
+        "from_pretrained, precision='32-true' of Lightning): the opt level casts it "
+        "(allow_half_params=True takes it as it is)"
+    )
 
 
 def _turns_casts_off(hook: object) -> bool:
@@ -142,6 +160,7 @@ class ModelCaster:
         self._as_given = {id(module) for module in lacking} - self._asked
         self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
         self._cast: list[CastTensor] = []
+        self._cast_ids: Collection[int] = ()
         self.rounded: dict[Effect, list[str]] = {}  # tensors that no step trains, by what half does to them
         self.float8: dict[Module, str] = {}  # of linear layers why they are not in float8, "" if they are
         self._stack = undo
@@ -171,14 +190,12 @@ class ModelCaster:
         found = [self._values[key] for key in ids if key in self._values]
         return list({id(values): values for values in found}.values())
 
-    def describe_as_given(self) -> dict[int, str]:
-        """Names the modules that compute in float32 and return what they are given, by id."""
-        names = {id(part): name for model in self._models for name, part in model.named_modules()}
-        return {
-            id(module): f"{names[id(module)]!r} ({type(module).__name__})"
-            for module in self._kept
-            if id(module) in self._as_given
-        }
+    def name_buffered(self) -> dict[int, str]:
+        """Names the modules of buffers alone that compute in float32, for each inside them, by its id."""
+        names = {part: name for model in self._models for name, part in model.named_modules()}
+        buffered = set(select_buffered(self._models)) if self._as_given else set()
+        owners = [one for one in self._kept if id(one) in self._as_given and one in buffered]
+        return {id(part): names[owner] for owner in owners for part in owner.modules()}
 
     def forget_originals(self) -> None:
         """Frees the float32 values that no master stands for; they cannot be restored afterwards."""
@@ -224,6 +241,7 @@ class ModelCaster:
                     part.casts.append(cast)
             self._parts.append(part)
         self._cast = list(found.values())
+        self._cast_ids = found.keys()
 
     def _float32_tensors(self) -> set[int]:
         """The tensors that stay float32, by identity."""
@@ -277,17 +295,25 @@ class ModelCaster:
         for module in parts:
             half = find_half(module)
             if half is not None and id(module) not in served:
-                self._hook_inputs(module, hooks.CastEntry(half))
+                self._hook_inputs(module, hooks.CastEntry(half, weight=self._find_cast(module)))
 
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
         if model not in self._kept:
+            weight = self._find_cast(model)
             if policy.cast_model_type is not None:
-                self._hook_inputs(model, hooks.CastInputs(policy.cast_model_type))
+                self._hook_inputs(model, hooks.CastInputs(policy.cast_model_type, weight=weight))
             patches = policy.patch_torch_functions
-            enter = hooks.EnterForward(not patches, None if patches else policy.cast_model_type)
+            enter = hooks.EnterForward(not patches, None if patches else policy.cast_model_type, weight)
             self._hook_scope(model, enter)
         self._hook_outputs(model, policy.output_dtype, inside=not self._returns_float32)
+        if policy.casts_model:
+            explain = ExplainMismatch(policy.cast_model_type)
+            self._stack.callback(model.register_forward_hook(explain, always_call=True).remove)
+
+    def _find_cast(self, module: Module) -> Tensor | None:
+        """A weight of a module that was cast; `Module.to` casts it again, and keeps the object."""
+        return next((param for param in module.parameters() if id(param) in self._cast_ids), None)
 
     def _hook_scope(self, module: Module, enter: hooks.EnterForward) -> None:
         self._stack.callback(module.register_forward_pre_hook(enter).remove)

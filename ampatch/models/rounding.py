@@ -42,7 +42,7 @@ def find_effect(tensor: Tensor, dtype: torch.dtype) -> Effect | None:
 
 
 def find_error(precise: Tensor, half: Tensor) -> float:
-    """Returns how far half moves what a module has computed: inf where it is inf; 0.0 of what does no harm."""
+    """Returns how far half moves what a module has computed, 0.0 where that does no harm."""
     if not precise.numel() or not _has_values(precise) or _is_mask(precise):
         return 0.0
     wide = half.detach().float()
@@ -77,7 +77,7 @@ def _is_off(values: Tensor, half: Tensor) -> bool:
 
 
 def _loses_steps(values: Tensor, half: Tensor) -> bool:
-    """Whether whole numbers move, or numbers that only rise or only fall, or two steps of those become one."""
+    """Whether whole numbers move, or those of a table, or steps of a table with several lines are lost."""
     if bool((values == values.round()).all()):
         return True
     if values.numel() == max(values.shape, default=1) and _is_table(values.flatten(), 0):
@@ -87,7 +87,7 @@ def _loses_steps(values: Tensor, half: Tensor) -> bool:
 
 
 def _is_table(values: Tensor, dim: int) -> bool:
-    """Whether in each line along a dimension numbers only rise, only fall or stay, and not all of them stay."""
+    """Whether all lines along a dimension only rise or only fall, but for some that stay as they are."""
     first = values.movedim(dim, -1)[(0,) * (values.dim() - 1)]
     if values.dim() > 1 and not (_is_table(first, 0) or bool((first == first[0]).all())):
         return False  # as of most, and soon seen

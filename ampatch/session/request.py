@@ -104,7 +104,7 @@ class Opening:
     amps: Sequence[AmpOptimizer]
     undo: ExitStack  # of what a session changes once, as functions of torch
     rounded: Mapping[Effect, Sequence[str]] = field(default_factory=dict)  # what half changes for the worse
-    as_given: Mapping[int, str] = field(default_factory=dict)  # modules of buffers alone, by id
+    buffered: Mapping[int, str] = field(default_factory=dict)  # names of modules of buffers alone, by id
 
 
 SessionListener = Listener[Opening, ScaledLoss, AmpOptimizer]

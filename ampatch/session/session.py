@@ -105,7 +105,7 @@ class Session(Surroundings):
             caster.open(request.float8_layers, members.float8)
             members.add_modules(parts, caster.by_module, caster.float8)
             self._attachments.open(request, caster, amps, call)
-            opening.rounded, opening.as_given = caster.rounded, caster.describe_as_given()
+            opening.rounded, opening.buffered = caster.rounded, caster.name_buffered()
             if policy.patch_torch_functions:
                 self._patch_torch(request, patching)
             self._calls.append(call)

@@ -1,4 +1,4 @@
-"""Numbers that no step trains, and that half changes: buffers, frozen tables, and what is computed of them."""
+"""Numbers that no step trains, and what half does to them: buffers, tables, results of modules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def watch_buffers(warner: Warner, opening: Opening) -> None:
     """Has the first forwards of a call's models looked at; whatever is put there goes with the call."""
     policy, undo = opening.request.policy, opening.call.undo
     for model in opening.request.models:
-        watches: list[_FirstForward] = [OutputWatch(warner, policy, opening.as_given)]
+        watches: list[_FirstForward] = [OutputWatch(warner, policy, opening.buffered)]
         watches.append(WriteWatch(warner, policy, _list_untrained(model)))
         for watch in watches:
             if watch.is_needed:
@@ -86,30 +86,35 @@ class OutputWatch(_FirstForward):
     Each is looked at once, which costs a host sync. What the model returns is not rounded.
     """
 
-    def __init__(self, warner: Warner, policy: Policy, names: Mapping[int, str]) -> None:
+    def __init__(self, warner: Warner, policy: Policy, parts: Mapping[int, str]) -> None:
         self._warner, self._policy = warner, policy
-        self._names = dict(names)  # of modules that were not called yet, by id
-        self.is_needed = bool(names)
+        self._parts = parts  # the names of those that were not called yet, by id
+        self.is_needed = bool(parts)
 
     def look(self, module: Module, output: object) -> None:
         forwards = CASTS.thread.forwards
         rounded = forwards[-1].rounded if forwards and forwards[-1].owner == id(module) else []
-        returned: set[int] = set()
-        cast_tree(output, lambda tensor: returned.add(id(tensor)) or tensor)
-        errors: dict[int, float] = {}
-        for one in rounded:
-            if one.owner in self._names and id(one.half) not in returned:
-                errors[one.owner] = max(errors.get(one.owner, 0.0), find_error(one.precise, one.half))
-        names = {self._names.pop(owner): error for owner, error in errors.items()}
-        self.is_needed = bool(self._names)
-        wrong = {name: error for name, error in names.items() if error}
-        if wrong:
-            said = ", ".join(f"{name} returns (by up to {error:.3g})" for name, error in wrong.items())
-            policy, keep = self._policy, [name.partition(" ")[0].strip("'") for name in wrong]
+        fresh = [one for one in rounded if one.owner in self._parts]
+        if not fresh:
+            return
+        returned: list[Tensor] = []
+        cast_tree(output, lambda tensor: returned.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        errors: dict[str, float] = {}
+        for one in fresh:
+            if all(one.half is not tensor for tensor in returned):
+                name = self._parts[one.owner]
+                errors[name] = max(errors.get(name, 0.0), find_error(one.precise, one.half))
+        self._parts = {owner: name for owner, name in self._parts.items() if name not in errors}
+        self.is_needed = bool(self._parts)
+        self._warn({name: error for name, error in errors.items() if error})
+
+    def _warn(self, errors: Mapping[str, float]) -> None:
+        said = ", ".join(f"{name!r} returns (by up to {error:.3g})" for name, error in errors.items())
+        if errors:
             self._warner.warn(
-                f"output {keep}",
-                f"{policy.opt_level} rounds what {said} to {policy.half}, as the modules around it are half: "
-                f"pass initialize(keep_fp32={keep}), by which its result stays float32",
+                f"output {said}",
+                f"{self._policy.opt_level} rounds what {said} to {self._policy.half}, the type of the modules "
+                f"around it: pass initialize(keep_fp32={list(errors)}), and they get its float32 result",
             )
 
 
@@ -188,8 +193,28 @@ def _restore_forward(module: Module) -> None:
         del module.forward
 
 
-_ARITHMETIC = {"add", "sub", "mul", "div", "true_divide", "lerp", "addcmul", "addcdiv", "index_add", "scatter_add"}
-_SAME = {"getitem", "to", "type_as", "float", "clone", "detach", "get", *_ARITHMETIC}  # of the tensor's own numbers
+_ARITHMETIC = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "true_divide",
+    "lerp",
+    "addcmul",
+    "addcdiv",
+    "index_add",
+    "scatter_add",
+}
+_SAME = {
+    "getitem",
+    "to",
+    "type_as",
+    "float",
+    "clone",
+    "detach",
+    "get",
+    *_ARITHMETIC,
+}  # of the tensor's own numbers
 _WRITES = {"copy", "setitem", "set"}
 
 
@@ -205,7 +230,8 @@ class _Additions(TorchFunctionMode):
 
     def find(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """The names of the tensors; `tensors` are those of the model afterwards."""
-        return [name for name in self._sizes if name in self._found or self._find_source(tensors[name]) == name]
+        now = {name: self._find_source(tensors.get(name)) for name in self._sizes}
+        return [name for name, source in now.items() if name in self._found or source == name]
 
     def __torch_function__(
         self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None
@@ -218,7 +244,9 @@ class _Additions(TorchFunctionMode):
                 self._found.add(target)
         result = function(*args, **(kwargs or {}))
         if stem in _SAME or stem.removeprefix("r") in _SAME:
-            source = next(filter(None, (self._find_source(arg) or self._find_place(arg) for arg in args)), None)
+            source = next(
+                filter(None, (self._find_source(arg) or self._find_place(arg) for arg in args)), None
+            )
             if isinstance(result, Tensor) and source is not None and result.numel() <= self._sizes[source]:
                 self._derived.append((result, source))
         return result
