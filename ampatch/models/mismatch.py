@@ -51,8 +51,8 @@ class ExplainMismatch:
             )
         if read:
             yield (
-                f"ampatch: {', '.join(read)} computes in float32. Where others read its buffers, cast them, as "
-                f"in buffer.to(x.dtype)"
+                f"ampatch: {', '.join(read)} computes in float32. Where others read its buffers, cast them, "
+                f"as in buffer.to(x.dtype)"
             )
 
 

@@ -11,6 +11,7 @@ from ampatch.steps.masters.weight import is_wrapper
 
 LARGEST_ERROR = 1 / 32  # of an angle in rad or a pixel: bfloat16 makes it at 16, float16 at 128
 _RAMP = 8  # numbers that only rise or only fall are a table, and no chance
+_PIXEL = 1 / 1024  # of a grid from -1 to 1, with 2048 of them
 _MASKED = -1e4  # and below: what masks add to scores, where -inf does as well
 _NEGLIGIBLE = 2.0**-11  # beside the largest number: half loses it in their sum
 
@@ -97,4 +98,5 @@ def _is_table(values: Tensor, dim: int) -> bool:
 
 
 def _merges(values: Tensor, half: Tensor, dim: int) -> bool:
-    return bool(((half.diff(dim=dim) == 0) & (values.diff(dim=dim) != 0)).any())
+    """Whether two numbers become one that are as far apart as the pixels of a grid; sines may be closer."""
+    return bool(((half.diff(dim=dim) == 0) & (values.diff(dim=dim).abs() >= _PIXEL)).any())

@@ -113,8 +113,8 @@ class OutputWatch(_FirstForward):
         if errors:
             self._warner.warn(
                 f"output {said}",
-                f"{self._policy.opt_level} rounds what {said} to {self._policy.half}, the type of the modules "
-                f"around it: pass initialize(keep_fp32={list(errors)}), and they get its float32 result",
+                f"{self._policy.opt_level} rounds what {said} to {self._policy.half}, as the modules around "
+                f"it are half: pass initialize(keep_fp32={list(errors)}), which leaves its result in float32",
             )
 
 
