@@ -695,6 +695,7 @@ NUMBERS = {  # values, and what bfloat16 and float16 do to them
     "a window": (torch.exp(-(torch.linspace(-5, 5, 40) ** 2)), None, None),
     "ones and zeros": (torch.ones(9, 9).tril(), None, None),
     "one mask": (torch.tensor(-1e9), None, None),
+    "a limit": (torch.tensor(1e10), None, None),
     "endless": (torch.full((4, 4), -torch.inf).triu(1), None, None),
     "the least": (torch.full((9,), torch.finfo(torch.float32).min), None, None),
 }

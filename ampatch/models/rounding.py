@@ -13,6 +13,7 @@ LARGEST_ERROR = 1 / 32  # of an angle in rad or a pixel: bfloat16 makes it at 16
 _RAMP = 8  # numbers that only rise or only fall are a table, and no chance
 _PIXEL = 1 / 1024  # of a grid from -1 to 1, with 2048 of them
 _MASKED = -1e4  # and below: what masks add to scores, where -inf does as well
+_LIMIT = 1e9  # and above: a limit that nothing reaches, which may be inf as well
 _NEGLIGIBLE = 2.0**-11  # beside the largest number: half loses it in their sum
 
 
@@ -34,7 +35,7 @@ def find_effect(tensor: Tensor, dtype: torch.dtype) -> Effect | None:
         return None
     values = tensor.detach()
     half = values.to(dtype).float()
-    if torch.equal(half, values) or _is_mask(values):
+    if torch.equal(half, values) or _is_bound(values):
         return None
     checks = {Effect.INF: _is_inf, Effect.STEPS: _loses_steps}
     if not isinstance(tensor, torch.nn.Parameter):
@@ -44,7 +45,7 @@ def find_effect(tensor: Tensor, dtype: torch.dtype) -> Effect | None:
 
 def find_error(precise: Tensor, half: Tensor) -> float:
     """Returns how far half moves what a module has computed, 0.0 where that does no harm."""
-    if not precise.numel() or not _has_values(precise) or _is_mask(precise):
+    if not precise.numel() or not _has_values(precise) or _is_bound(precise.detach()):
         return 0.0
     wide = half.detach().float()
     error = torch.where(precise.isfinite(), (wide - precise.detach()).abs(), 0).max().item()
@@ -56,10 +57,12 @@ def _has_values(tensor: Tensor) -> bool:
     return is_dense and not (tensor.is_meta or is_wrapper(tensor))
 
 
-def _is_mask(values: Tensor) -> bool:
-    """Whether all numbers are 0 or one that is far below it."""
-    low = values.amin()
-    return bool(((values == 0) | (values == low)).all()) and bool(low <= _MASKED)
+def _is_bound(values: Tensor) -> bool:
+    """Whether all numbers are 0 or one that is there as good as endless: a mask, or a limit."""
+    low, high = values.amin(), values.amax()
+    bound = torch.where(low < 0, low, high)
+    is_far = (bound <= _MASKED) | (bound >= _LIMIT)
+    return bool(is_far & ((values == 0) | (values == bound)).all())
 
 
 def _is_inf(values: Tensor, half: Tensor) -> bool:
@@ -79,7 +82,8 @@ def _is_off(values: Tensor, half: Tensor) -> bool:
 
 def _loses_steps(values: Tensor, half: Tensor) -> bool:
     """Whether whole numbers move, or those of a table, or steps of a table with several lines are lost."""
-    if bool((values == values.round()).all()):
+    largest = torch.finfo(torch.float16).max  # of positions, and not of other whole numbers
+    if bool(((values == values.round()) & (values.abs() <= largest)).all()):
         return True
     if values.numel() == max(values.shape, default=1) and _is_table(values.flatten(), 0):
         return True

@@ -15,7 +15,8 @@ from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.models.cast_tensor import list_parts
 from ampatch.models.kept import select_named
 from ampatch.models.memory import keep_freed_memory
-from ampatch.models.model import ModelCaster, validate_models
+from ampatch.models.model import ModelCaster
+from ampatch.models.validation import validate_models
 from ampatch.patching.captures import Captures, Repeats
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
