@@ -679,6 +679,127 @@ def test_what_no_step_trains_is_named_if_half_moves_its_steps(warned, level, tab
     assert warned(lambda: open_session(nn.Sequential(model), None, level, keep_fp32=Net)) == []
 
 
+SPREAD = torch.outer(torch.arange(2048.0), 1e4 ** -torch.linspace(0, 1, 6))
+GRID = torch.stack(torch.meshgrid(torch.linspace(0, 9, 999), torch.linspace(0, 9, 2), indexing="ij"))
+NUMBERS = {  # values, and what bfloat16 and float16 do to them
+    "units": (torch.tensor([288.15, 101325.0]), "moves a number by more than 1/32", "makes inf of a number"),
+    "priors": (torch.tensor([1e-9, 3e-9]), None, "makes 0 of a number"),
+    "angles": (SPREAD, "moves its steps", "moves its steps"),
+    "some angles": (SPREAD[300:310, 1], "moves its steps", "moves its steps"),
+    "angles in disorder": (
+        torch.arange(20.0).mul(7).remainder(20) * 4.6 + 270.3,
+        *["moves a number by more than 1/32"] * 2,
+    ),
+    "a grid": (GRID, "moves its steps", None),
+    "pictures": (torch.tensor([123.675, 116.28, 103.53])[:, None, None], None, None),
+    "a window": (torch.exp(-(torch.linspace(-5, 5, 40) ** 2)), None, None),
+    "ones and zeros": (torch.ones(9, 9).tril(), None, None),
+    "one mask": (torch.tensor(-1e9), None, None),
+    "a limit": (torch.tensor(1e10), None, None),
+    "endless": (torch.full((4, 4), -torch.inf).triu(1), None, None),
+    "the least": (torch.full((9,), torch.finfo(torch.float32).min), None, None),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("level", HALVES)
+def test_a_buffer_is_named_by_what_half_does_to_its_numbers(warned, level, name):
+    values, in_bfloat16, in_float16 = NUMBERS[name]
+    effect = in_bfloat16 if HALVES[level] is torch.bfloat16 else in_float16
+    model = Net()
+    model.table = nn.Buffer(values.clone())
+    found = [text for text, *_ in warned(lambda: open_session(model, None, level))]
+    expected = f"{level} rounds 'table' of Net to {HALVES[level]}, which {effect}"
+    assert [text.startswith(expected) for text in found] == [True] * (effect is not None)
+
+
+class Angles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", torch.tensor([1.0, 0.9, 0.7]))
+
+    def forward(self, count):
+        return torch.arange(count)[:, None] * self.frequencies
+
+
+class Turning(Net):
+    """Turns by angles, as rotary embeddings do; or returns them."""
+
+    def __init__(self, count, returns=False):
+        super().__init__()
+        self.angles, self.count, self.returns = nn.Sequential(Angles()), count, returns
+
+    def forward(self, x):
+        angles = self.angles(self.count)
+        return angles if self.returns else super().forward(x * angles[-1].cos().to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("count", "returns", "is_told"), [(900, False, True), (9, False, False), (900, True, False)]
+)
+@pytest.mark.parametrize("level", MASTERED)
+def test_what_buffers_alone_return_is_named_if_half_moves_it_too_far(warned, level, count, returns, is_told):
+    plain = Turning(count, returns)
+    expected = plain(X)
+    model = open_session(copy.deepcopy(plain), None, level)
+    found = [text for text, *_ in warned(lambda: (model(X), model(X)))]
+    amp.uninitialize()
+    assert [f"{level} rounds what 'angles' returns (by up to" in text for text in found] == [True] * is_told
+    if is_told:
+        assert "keep_fp32=['angles']" in found[0]
+        model = open_session(copy.deepcopy(plain), None, level, keep_fp32=["angles"])
+        assert warned(lambda: torch.testing.assert_close(model(X), expected, rtol=0.02, atol=0.02)) == []
+
+
+def multiply(net, y):
+    net.key.data = net.key.data * 0.99 + net.first.weight.data * 0.01
+
+
+WRITES = {  # what a forward does to a buffer, and whether it adds to it
+    "a count": (lambda net, y: net.seen.add_(1), True),
+    "a count by item": (lambda net, y: net.seen.__setitem__(0, net.seen[0] + 1), True),
+    "an average": (lambda net, y: net.seen.lerp_(y.mean(0), 0.01), True),
+    "one by .data": (lambda net, y: net.seen.data.mul_(0.9).add_(y.mean(0), alpha=0.1), True),
+    "one by copy_": (lambda net, y: net.seen.copy_(0.9 * net.seen.float() + 0.1 * y.mean(0).float()), True),
+    "one by name": (lambda net, y: setattr(net, "seen", 0.9 * net.seen + 0.1 * y.mean(0)), True),
+    "a slow copy of a weight": (multiply, True),
+    "a cache": (lambda net, y: net.seen.copy_(y[0]), False),
+    "another cache": (lambda net, y: setattr(net, "seen", y[0] - 1), False),
+    "a queue": (lambda net, y: net.key.data[:1].copy_(y[:1, :1].expand(1, net.key.shape[1])), False),
+    "an iteration": (
+        lambda net, y: net.seen.copy_(nn.functional.normalize(y.T @ y @ net.seen, dim=0)),
+        False,
+    ),
+    "nothing": (lambda net, y: y - net.seen, False),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("level", HALVES)
+def test_a_buffer_that_the_forward_adds_to_is_named_once(warned, level, write):
+    act, is_told = WRITES[write]
+
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(3, 2)
+            self.key = nn.Parameter(torch.randn(2, 3), requires_grad=False)
+            self.register_buffer("seen", torch.ones(2))
+
+        def forward(self, x):
+            y = self.first(x)
+            act(self, y.detach())
+            return y
+
+    model = open_session(Writing(), None, level)
+    found = [text for text, *_ in warned(lambda: [model(X) for _ in range(4)])]
+    name = "key" if act is multiply else "seen"
+    assert [f"the forward of Writing adds to '{name}', which {level} has made" in it for it in found] == (
+        [True] * is_told
+    )
+    assert "forward" not in vars(model)
+
+
 EPS = [
     *((name, {}) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")),
     *((name, {"fused": True}) for name in ("Adam", "AdamW", "Adagrad")),

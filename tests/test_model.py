@@ -1,6 +1,7 @@
 """A model at O2, O3 and O5: its weights, what goes in and what comes out."""
 
 import copy
+import functools
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import ampatch as amp
 from apex_rows import shows
 from nets import EVERY_LEVEL, FULL, HALVES, MASTERED, Net, X, open_session
 
@@ -96,6 +98,63 @@ class Mean(nn.Module):
         return x - self.mean
 
 
+class Units(nn.Module):
+    """Physical units, which half cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([288.15, 101325.0, 0.5]))
+        self.register_buffer("std", torch.tensor([1.0, 500.0, 0.1]))
+
+    def forward(self, y):
+        return y * self.std + self.mean
+
+
+class Physical(nn.Linear):
+    """Ends in units, in a container, and as they are or after a change in place."""
+
+    def __init__(self, gain=None):
+        super().__init__(3, 3)
+        self.units, self.gain = Units(), gain
+
+    def forward(self, x):
+        y = super().forward(x)
+        result = self.units(y)
+        return {"result": result if self.gain is None else result.mul_(self.gain), "half": y}
+
+
+MODES = {"eager": lambda run: run, "compiled": functools.partial(torch.compile, backend="aot_eager")}
+
+
+@shows("initialize-buffers")
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_what_buffers_alone_return_last_is_as_under_autocast(opt_level, mode, grad):
+    model = Physical()
+    with torch.autocast("cpu", MASTERED[opt_level]):
+        expected = model(X)
+    assert expected["result"].dtype is FULL
+    open_session(model, opt_level=opt_level)
+    with grad():
+        found = MODES[mode](model)(X)
+    assert torch.equal(found["result"], expected["result"])
+    assert torch.equal(found["half"], expected["half"].float())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gain", [1.0, 0.5])
+def test_what_is_changed_in_place_before_it_is_returned_keeps_the_change_and_its_gradient(mode, gain):
+    factor = nn.Parameter(torch.tensor(gain))
+    model = open_session(Physical(factor), opt_level="O5")
+    result = MODES[mode](model)(X)["result"]
+    result[:, 0].sum().backward()
+    precise = Units()(nn.functional.linear(X.bfloat16(), model.weight, model.bias).float())
+    rounded = precise.bfloat16()
+    assert torch.equal(result, precise if gain == 1 else rounded.mul(gain).float())
+    assert factor.grad == rounded[:, 0].sum()
+
+
 class Spread(nn.Module):
     """A frozen normalization, whose variance is inf in float16."""
 
@@ -103,8 +162,98 @@ class Spread(nn.Module):
         super().__init__()
         self.register_buffer("var", torch.full((3,), 1e6))
 
-    def forward(self, x):
+    def normalize(self, x):
         return (x + 1) * 1000 / self.var.sqrt()
+
+    def forward(self, x):
+        return self.normalize(x)
+
+
+class Called(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.spread = Spread()
+
+    def forward(self, x):
+        return super().forward(self.spread.normalize(x))
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_methods_of_buffers_alone_compute_in_float32_and_return_what_they_are_given(opt_level):
+    model, half = open_session(Called(), opt_level=opt_level), MASTERED[opt_level]
+    between = Spread().normalize(X.to(half).float()).to(half)
+    assert torch.equal(model(X), nn.functional.linear(between, model.weight, model.bias).float())
+    assert torch.equal(model.spread.normalize(X), Spread().normalize(X))  # outside of a forward as it is
+    duplicate = copy.deepcopy(model)
+    duplicate.spread.var.mul_(4)
+    assert not torch.equal(duplicate(X), model(X))
+    amp.uninitialize()
+    assert "normalize" not in vars(model.spread)
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("keep", [(), "2"])
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_a_model_that_is_cast_to_float32_afterwards_trains_in_float32(opt_level, keep, when):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), Rotary(), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    open_session(model, optimizer, opt_level=opt_level, loss_scale=1.0)
+    for index in range(4):
+        if index == when:
+            model.float()
+        before = [param.clone() for param in amp.master_params(optimizer)]
+        optimizer.zero_grad()
+        with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert {tensor.dtype for tensor in model.parameters()} == {FULL}
+    for param, old, master in zip(model.parameters(), before, amp.master_params(optimizer), strict=True):
+        assert torch.equal(param, master)
+        assert torch.allclose(param, old - 0.01 * param.grad, rtol=1e-6, atol=1e-8)  # one rounding
+
+
+MIXED = {  # what a script does after initialize, and what torch's error is to name
+    "a head": (
+        lambda model: model.__setitem__(1, nn.Linear(3, 3)),
+        r"parameters of '1' \(Linear\) are float32",
+    ),
+    "a part in float32": (lambda model: model[0].float(), r"parameters of '0' \(Linear\) are float32"),
+}
+
+
+@pytest.mark.parametrize("change", MIXED)
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_an_error_where_two_types_meet_names_what_is_float32_and_the_way_out(opt_level, change):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    open_session(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=opt_level)
+    act, message = MIXED[change]
+    act(model)
+    with pytest.raises(
+        RuntimeError, match=f"^mat1 and mat2 must have the same dtype.*{message}.*uninitialize"
+    ):
+        model(X)
+    amp.uninitialize()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer, opt_level=opt_level)
+    model(X).sum().backward()
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_an_error_where_a_float32_buffer_is_read_names_its_module(opt_level):
+    class Reader(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.mean = Mean()
+
+        def forward(self, x):
+            return super().forward(x - self.mean.mean)
+
+    model = open_session(Reader(), opt_level=opt_level)
+    with pytest.raises(
+        RuntimeError, match=r"same dtype.*'mean' \(Mean\) computes in float32.*buffer.to\(x.dtype\)"
+    ):
+        model(X)
 
 
 @shows("initialize-buffers")

@@ -108,7 +108,11 @@ def test_everything_after_the_script_is_the_scripts(argv, own, script):
         (["-m", "json.no_such"], "no module named 'json.no_such': expected one on sys.path"),
         (["-m", "train.py"], "or leave out -m to run the file 'train.py'"),
         (["-m", "..train"], "'..train' is not the name of a module"),
-        (["--opt-level", "02", "train.py"], "unknown opt_level '02': expected one of O0, O1, O2, O3, O4, O5"),
+        (["--opt-level", "02", "train.py"], "'O6' (the letter O: 'O2')"),
+        (
+            ["--opt-level", "o1", "train.py"],
+            "unknown opt_level 'o1': expected one of 'O0', 'O1', 'O2', 'O3',",
+        ),
         (["--dtype", "half", "train.py"], "unknown dtype 'half': expected one of float16, bfloat16"),
         (["--loss-scale", "0", "train.py"], "loss scale '0': expected a number above 0, or dynamic"),
         (["--loss-scale", "big", "train.py"], "loss scale 'big': expected a number above 0"),

@@ -109,6 +109,23 @@ def test_a_model_cast_to_one_half_type_is_refused_by_a_level_of_the_other(first,
     assert torch.equal(model(X), expected)
 
 
+@pytest.mark.parametrize("level", HALVES)
+def test_a_half_parameter_of_an_earlier_call_is_told_how_it_came_about(level):
+    model = open_session(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), opt_level=level)
+    duplicate = copy.deepcopy(model)
+    with pytest.raises(amp.AmpValueError, match=r"it belongs to a copy of an initialized model.*\.float\(\)"):
+        open_session(duplicate, opt_level=level)
+    duplicate.float().load_state_dict(model.state_dict())
+    open_session(duplicate, opt_level=level)  # as advised
+    assert torch.equal(duplicate(X), model(X))
+    model[1].weight = nn.Parameter(torch.ones_like(model[1].weight))  # as embeddings are resized
+    with pytest.raises(amp.AmpValueError, match=r"it came into the model after .*call ampatch\.uninitialize"):
+        open_session(model, opt_level=level)
+    amp.uninitialize()
+    open_session(model, opt_level=level)  # as advised
+    assert model[1].weight.dtype is HALVES[level]
+
+
 @pytest.mark.parametrize("patching", ["O1", "O4"])
 def test_a_model_that_runs_without_casts_is_refused_by_a_level_that_casts(patching):
     model = open_session(nn.Linear(3, 2), opt_level="O0")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from ampatch import OPT_LEVELS, AmpValueError, apex
 from ampatch.apex.legacy.finding import ROWS, find_cause
 from ampatch.apex.script import Script, find_script, level_overrides
+from ampatch.levels.overrides import find_level
 from ampatch.levels.stack import asked
 
 SUMMARY = "run a script that was written for apex, unchanged"
@@ -128,7 +129,7 @@ def read_overrides(arguments: argparse.Namespace) -> dict[str, object]:
     """Returns what `initialize` is made to use; raises AmpValueError for what it could not."""
     overrides: dict[str, object] = {}
     if arguments.opt_level is not None:
-        overrides |= level_overrides(one_of(OPT_LEVELS, "opt_level", arguments.opt_level))
+        overrides |= level_overrides(find_level(arguments.opt_level).opt_level)
     if arguments.dtype is not None:
         # The script's own would contradict it.
         overrides |= {"cast_model_type": None, "patch_torch_functions_type": None}

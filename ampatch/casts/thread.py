@@ -5,16 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ampatch.levels.private import change_in_graph, find_in_thread, is_in_thread, keep_in_thread
 from ampatch.levels.stack import is_running
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rounded:
+    """What a module returned, rounded for the modules around it."""
+
+    half: Tensor
+    version: int | None  # of the half tensor; None where torch does not count, or a graph cannot ask
+    precise: Tensor
+    owner: int  # id of the module
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +36,7 @@ class Forward:
     off: bool  # casts are off in it
     dtype: torch.dtype | None  # what its weights and activations have; None where ops are cast one by one
     frame: FrameType | None  # the call that runs it; None in a graph, where none ends early
+    rounded: list[Rounded] = field(default_factory=list, compare=False)  # between the modules in it
 
 
 class ThreadState(threading.local):

@@ -171,23 +171,6 @@ class CastTensor:
             return weight.master.grad
         return cast_grads([grad], [values])[0] if is_fresh or weight.was_grad_remade() else None
 
-    def loses_steps(self, dtype: torch.dtype) -> bool:
-        """Whether rounding moves untrained whole numbers, or untrained numbers that only rise or only fall.
-
-        These are positions, frequencies, noise levels and the like. A mask of -1e9 is none of them.
-        """
-        tensor = self.tensor
-        has_values = not (is_wrapper(tensor) or tensor.is_meta or tensor.is_nested)
-        if tensor.requires_grad or not has_values or tensor.layout is not torch.strided:
-            return False
-        values = tensor.detach().flatten()
-        is_moved = (values.to(dtype) != values) & (values.abs() <= torch.finfo(torch.float16).max)
-        if not is_moved.any():
-            return False
-        steps, count = values.diff().sign(), values.numel()
-        is_ramp = count >= 8 and count == max(tensor.shape) and abs(steps.sum()) == count - 1
-        return is_ramp or bool((values == values.round()).all())
-
     def describe(self) -> str:
         """Names the tensor and the class of its module."""
         return f"{self.name!r} of {type(self._module()).__name__}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,23 +14,30 @@ from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 
 from ampatch.casts.cast import CASTS, PendingGraph
-from ampatch.casts.cast_tree import cast_batch, cast_call, cast_object, cast_tree
-from ampatch.casts.thread import Forward
+from ampatch.casts.cast_tree import cast_batch, cast_call, cast_object, cast_to, cast_tree
+from ampatch.casts.thread import Forward, Rounded
 from ampatch.errors import AmpValueError
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.models.cast_tensor import CastModule, Float32Values, own_tensors
+
+
+def find_dtype(dtype: torch.dtype | None, weight: Tensor | None) -> torch.dtype | None:
+    """What a half module computes in: None once somebody has cast its weight to float32."""
+    return None if weight is not None and weight.dtype not in HALF_TYPES else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class CastInputs:
     """Casts a module's floating inputs, in any container; a forward pre-hook with kwargs.
 
-    On a deep copy or a pickled model it follows the weights, which their owner may cast to float32. Who puts
-    it onto the successor of a module, as torch.ao.quantization does, may leave kwargs out.
+    On a deep copy or a pickled model it follows the weights, which their owner may cast to float32; on the
+    model itself one of them, `weight`, for whoever calls `model.float()`. Who puts it onto the successor of a
+    module, as torch.ao.quantization does, may leave kwargs out.
     """
 
     dtype: torch.dtype
     is_copy: bool = False
+    weight: Tensor | None = field(default=None, compare=False)
 
     def __reduce__(self) -> tuple:
         return type(self), (self.dtype, True)
@@ -43,7 +51,7 @@ class CastInputs:
     def find_dtype(self, module: Module) -> torch.dtype | None:
         """What the inputs are cast to; in a copy as its weights are, None if they are not half any more."""
         if not self.is_copy:
-            return self.dtype
+            return find_dtype(self.dtype, self.weight)
         tensors = itertools.chain(module.parameters(), module.buffers())
         half = (tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES)
         return next(half, None if self.dtype in HALF_TYPES else self.dtype)
@@ -71,6 +79,7 @@ class EnterForward:
 
     off: bool
     dtype: torch.dtype | None
+    weight: Tensor | None = field(default=None, compare=False)  # as that of `CastInputs`
 
     def __call__(self, module: Module, args: tuple) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -87,7 +96,7 @@ class EnterForward:
 
     def find_dtype(self, args: tuple) -> torch.dtype | None:
         """What the activations in the forward have."""
-        return self.dtype
+        return find_dtype(self.dtype, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +113,20 @@ class EnterAsGiven(EnterForward):
 
 @dataclass(frozen=True, slots=True)
 class ExitForward:
-    """Tells the session that a module's forward ended; a forward hook that always runs."""
+    """Tells the session that a module's forward ended; a forward hook that always runs.
 
-    def __call__(self, module: Module, args: tuple, output: object) -> None:
+    What it returns as one of its parts did, it returns as it was before it was rounded for the other parts.
+    """
+
+    def __call__(self, module: Module, args: tuple, output: object) -> object:
+        forwards = CASTS.thread.forwards
+        if forwards and forwards[-1].rounded and forwards[-1].owner == id(module):
+            output = cast_tree(output, functools.partial(_find_precise, forwards[-1].rounded))
         if torch.compiler.is_dynamo_compiling():
             CASTS.thread.pop(id(module))
-            return
-        if CASTS.exit_forward(id(module)) and CASTS.half is not None:
+        elif CASTS.exit_forward(id(module)) and CASTS.half is not None:
             _end_outermost(output)
+        return output
 
 
 def _end_outermost(output: object) -> None:
@@ -144,6 +159,27 @@ def _is_watched(node: torch.autograd.graph.Node) -> bool:
     return graph is not None and not graph.was_used
 
 
+def _find_precise(rounded: list[Rounded], tensor: Tensor) -> Tensor:
+    """Returns what a tensor was before it was rounded, unless it was written since."""
+    for one in rounded:
+        if tensor is one.half:
+            is_untouched = one.version is not None and one.version == _find_version(tensor)
+            return one.precise if is_untouched else _refine(one.half, one.precise)
+    return tensor
+
+
+def _refine(half: Tensor, precise: Tensor) -> Tensor:
+    """Returns `precise` where `half` still is its rounding; gradients go to whoever wrote into `half`."""
+    wide = half.float()
+    is_rounding = precise.to(half.dtype) == half
+    refined = wide + torch.where(is_rounding, precise - wide, 0).detach()  # exactly `precise`
+    return torch.where(is_rounding & wide.isinf(), precise, refined)
+
+
+def _find_version(tensor: Tensor) -> int | None:
+    return None if torch.compiler.is_dynamo_compiling() or tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True, slots=True)
 class CastOutputs:
     """Casts a module's floating outputs, in any container; a forward hook.
@@ -166,7 +202,23 @@ class CastOutputs:
         if outer and not self.inside:
             return output
         dtype = (outer[-1].dtype if outer else None) or self.alone
-        return output if dtype is None else cast_batch(output, dtype)
+        around = outer[:-1] if outer and outer[-1].owner == id(module) else outer
+        if dtype is None or not around:
+            return output if dtype is None else cast_batch(output, dtype)
+        return cast_tree(output, _round_in(around[-1], dtype, id(module)), cast_object(dtype))
+
+
+def _round_in(around: Forward, dtype: torch.dtype, owner: int) -> Callable[[Tensor], Tensor]:
+    """Casts to a type for the modules of a forward, which learns what it was before."""
+    cast = cast_to(dtype)
+
+    def cast_and_note(tensor: Tensor) -> Tensor:
+        result = cast(tensor)
+        if result is not tensor and dtype in HALF_TYPES:
+            around.rounded.append(Rounded(result, _find_version(result), tensor, owner))
+        return result
+
+    return cast_and_note
 
 
 class _StateDictHook:

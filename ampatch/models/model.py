@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from ampatch.casts.kernels import flatten_parameters
-from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.policy import Policy
-from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import gather_anew
 from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
@@ -32,78 +29,10 @@ from ampatch.models.kept import (
     select_outermost,
     select_without_kernel,
 )
-
-ValuesById = Mapping[int, Float32Values]  # what knows a tensor, by the tensor's id
-
-
-def validate_models(models: Sequence[object], policy: Policy, values: ValuesById, allow_half: bool) -> None:
-    """Raises for anything that is no Module, or not float32; several faults are told one at a time."""
-    for index, model in enumerate(models):
-        if not isinstance(model, Module):
-            hint = ": models come first, then optimizers" if hasattr(model, "param_groups") else ""
-            raise AmpTypeError(
-                f"models[{index}] is a {type(model).__name__}: expected a torch.nn.Module or a list of "
-                f"them{hint}"
-            )
-        if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-            raise AmpValueError(
-                f"models[{index}] is wrapped in {type(model).__name__} already: call initialize on the "
-                f"bare model, then wrap what it returns"
-            )
-        _validate_dtypes(index, model, policy, values, allow_half)
-        if policy.patch_torch_functions and any(map(_turns_casts_off, model._forward_pre_hooks.values())):
-            raise AmpValueError(
-                f"models[{index}] runs without casts since an earlier initialize, by its opt level or its "
-                f"keep_fp32: {policy.opt_level} would change nothing in it; call ampatch.uninitialize() "
-                f"first, or pass a copy that was made before"
-            )
-        _validate_scripted(index, model, policy)
-
-
-def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesById, allow_half: bool) -> None:
-    for name, param in model.named_parameters():
-        if policy.casts_model and is_lazy(param):
-            raise AmpValueError(
-                f"models[{index}]: parameter {name!r} is not initialized yet: run one forward first, so "
-                f"that {policy.opt_level} has a weight to cast"
-            )
-        is_half, is_known = param.dtype in HALF_TYPES, _is_known(param, values)
-        if is_half and not is_known and not allow_half:
-            raise AmpValueError(
-                f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; remove "
-                f".half() or .bfloat16() from the model, load it as float32 (dtype=torch.float32 of "
-                f"from_pretrained, precision='32-true' of Lightning): the opt level casts it (a "
-                f"copy of an initialized model must be made before initialize; "
-                f"allow_half_params=True takes it as it is)"
-            )
-        if is_half and is_known and param.dtype is not policy.cast_model_type:
-            raise AmpValueError(
-                f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
-                f"use that opt level for both, or call ampatch.uninitialize() first"
-            )
-
-
-def _turns_casts_off(hook: object) -> bool:
-    return isinstance(hook, hooks.EnterForward) and hook.off
-
-
-def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
-    scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    patches_and_casts = policy.patch_torch_functions and policy.cast_model_type is not None
-    casts_ends = policy.cast_model_outputs is not None or patches_and_casts
-    # One that is scripted as a whole needs no hooks where neither weights, inputs nor outputs are cast.
-    if scripted and (policy.casts_model or (not scripted[0] and casts_ends)):
-        raise AmpValueError(
-            f"models[{index}]: module {scripted[0]!r} is scripted, and cannot have hooks: expected a "
-            f"model of Python modules; script it after ampatch.uninitialize(), or use opt_level='O1' or 'O4' "
-            f"without cast_model_type and cast_model_outputs"
-        )
-
-
-def _is_known(tensor: Tensor, values: ValuesById) -> bool:
-    """Whether a tensor was cast here; `values` may have those of a module that it is new in."""
-    found = values.get(id(tensor))
-    return found is not None and tensor in found
+from ampatch.models.methods import replace_methods, restore_methods
+from ampatch.models.mismatch import ExplainMismatch
+from ampatch.models.rounding import Effect, find_effect
+from ampatch.models.validation import ValuesById
 
 
 def select_python(models: Sequence[Module]) -> list[Module]:
@@ -141,7 +70,8 @@ class ModelCaster:
         self._as_given = {id(module) for module in lacking} - self._asked
         self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
         self._cast: list[CastTensor] = []
-        self.rounded: list[str] = []  # what half moves by whole steps
+        self._cast_ids: Collection[int] = ()
+        self.rounded: dict[Effect, list[str]] = {}  # tensors that no step trains, by what half does to them
         self.float8: dict[Module, str] = {}  # of linear layers why they are not in float8, "" if they are
         self._stack = undo
 
@@ -170,6 +100,13 @@ class ModelCaster:
         found = [self._values[key] for key in ids if key in self._values]
         return list({id(values): values for values in found}.values())
 
+    def name_buffered(self) -> dict[int, str]:
+        """Names the modules of buffers alone that compute in float32, for each inside them, by its id."""
+        names = {part: name for model in self._models for name, part in model.named_modules()}
+        buffered = set(select_buffered(self._models)) if self._as_given else set()
+        owners = [one for one in self._kept if id(one) in self._as_given and one in buffered]
+        return {id(part): names[owner] for owner in owners for part in owner.modules()}
+
     def forget_originals(self) -> None:
         """Frees the float32 values that no master stands for; they cannot be restored afterwards."""
         for cast in self._cast:
@@ -191,8 +128,9 @@ class ModelCaster:
         self._stack.callback(weakly(CastModule.cast_newcomers, *self._parts))
         self._stack.callback(weakly(CastTensor.restore, *self._cast))
         for cast in self._cast:
-            if cast.loses_steps(dtype):
-                self.rounded.append(cast.describe())
+            effect = find_effect(cast.tensor, dtype)
+            if effect is not None:
+                self.rounded.setdefault(effect, []).append(cast.describe())
             cast.cast(dtype)
         for module in recurrent:
             flatten_parameters(module)
@@ -213,6 +151,7 @@ class ModelCaster:
                     part.casts.append(cast)
             self._parts.append(part)
         self._cast = list(found.values())
+        self._cast_ids = found.keys()
 
     def _float32_tensors(self) -> set[int]:
         """The tensors that stay float32, by identity."""
@@ -250,6 +189,9 @@ class ModelCaster:
         self._hook_outputs(module, None, keeps_losses=True)
         self._hook_scope(module, hooks.EnterAsGiven(True, torch.float32))
         self._hook_inputs(module, hooks.CastInputs(torch.float32))
+        for part in module.modules():
+            self._stack.callback(weakly(restore_methods, part))
+            replace_methods(part)
 
     def _hook_entries(self) -> None:
         """Has the half modules take what kept ones return, and attention float32 masks."""
@@ -258,17 +200,25 @@ class ModelCaster:
         for module in parts:
             half = find_half(module)
             if half is not None and id(module) not in served:
-                self._hook_inputs(module, hooks.CastEntry(half))
+                self._hook_inputs(module, hooks.CastEntry(half, weight=self._find_cast(module)))
 
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
         if model not in self._kept:
+            weight = self._find_cast(model)
             if policy.cast_model_type is not None:
-                self._hook_inputs(model, hooks.CastInputs(policy.cast_model_type))
+                self._hook_inputs(model, hooks.CastInputs(policy.cast_model_type, weight=weight))
             patches = policy.patch_torch_functions
-            enter = hooks.EnterForward(not patches, None if patches else policy.cast_model_type)
+            enter = hooks.EnterForward(not patches, None if patches else policy.cast_model_type, weight)
             self._hook_scope(model, enter)
         self._hook_outputs(model, policy.output_dtype, inside=not self._returns_float32)
+        if policy.casts_model:
+            explain = ExplainMismatch(policy.cast_model_type)
+            self._stack.callback(model.register_forward_hook(explain, always_call=True).remove)
+
+    def _find_cast(self, module: Module) -> Tensor | None:
+        """A weight of a module that was cast; `Module.to` casts it again, and keeps the object."""
+        return next((param for param in module.parameters() if id(param) in self._cast_ids), None)
 
     def _hook_scope(self, module: Module, enter: hooks.EnterForward) -> None:
         self._stack.callback(module.register_forward_pre_hook(enter).remove)

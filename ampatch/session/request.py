@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
@@ -21,6 +21,7 @@ from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.levels.private import steps_in_backward
 from ampatch.models.kept import Keep
+from ampatch.models.rounding import Effect
 from ampatch.steps.block import ScaledLoss
 from ampatch.steps.call import Call
 from ampatch.steps.events import Listener
@@ -102,7 +103,8 @@ class Opening:
     call: Call
     amps: Sequence[AmpOptimizer]
     undo: ExitStack  # of what a session changes once, as functions of torch
-    rounded: Sequence[str] = ()  # the names of tensors whose values half moves by whole steps
+    rounded: Mapping[Effect, Sequence[str]] = field(default_factory=dict)  # what half changes for the worse
+    buffered: Mapping[int, str] = field(default_factory=dict)  # names of modules of buffers alone, by id
 
 
 SessionListener = Listener[Opening, ScaledLoss, AmpOptimizer]

@@ -15,7 +15,8 @@ from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.models.cast_tensor import Shared, list_parts
 from ampatch.models.kept import select_named
 from ampatch.models.memory import keep_freed_memory
-from ampatch.models.model import ModelCaster, validate_models
+from ampatch.models.model import ModelCaster
+from ampatch.models.validation import validate_models
 from ampatch.patching.captures import Captures, Repeats
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
@@ -106,7 +107,7 @@ class Session(Surroundings):
             caster.open(request.float8_layers, members.float8)
             members.add_modules(parts, caster.by_module, caster.float8)
             self._attachments.open(request, caster, amps, call)
-            opening.rounded = caster.rounded
+            opening.rounded, opening.buffered = caster.rounded, caster.name_buffered()
             if policy.patch_torch_functions:
                 self._patch_torch(request, patching)
             self._calls.append(call)

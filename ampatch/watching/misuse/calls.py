@@ -14,7 +14,6 @@ from ampatch.casts.cast import CASTS
 from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
-    from ampatch.levels.policy import Policy
     from ampatch.session.request import Request
     from ampatch.steps.optimizer import AmpOptimizer
 
@@ -85,18 +84,6 @@ def check_request(warner: Warner, request: Request, amps: Sequence[AmpOptimizer]
                 f"eps={group['eps']} of {type(optimizer).__name__} is 0 in float16, the type of its "
                 f"steps, and small gradients make it divide by 0: pass eps=1e-4, or use opt_level='O2'",
             )
-
-
-def check_rounded(warner: Warner, rounded: Sequence[str], policy: Policy) -> None:
-    """Warns of buffers and frozen parameters, as they are named, whose values half moves by whole steps."""
-    if rounded:
-        warner.warn(
-            "rounded",
-            f"{policy.opt_level} rounds {', '.join(dict.fromkeys(rounded))} to {policy.half}, "
-            f"which moves its steps: positions, frequencies or noise levels from it are wrong. Name the "
-            f"module that holds it in keep_fp32, or move it into one without parameters whose forward "
-            f"computes with it: at O2 and O5 these stay float32",
-        )
 
 
 def _loses_eps(optimizer: Optimizer, group: dict) -> bool:

@@ -11,7 +11,8 @@ from ampatch.steps.block import ScaledLoss
 from ampatch.steps.grads.unnamed import are_any
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.watching.misuse.averages import AverageWatch
-from ampatch.watching.misuse.calls import check_ranks, check_request, check_rounded, check_trainer
+from ampatch.watching.misuse.buffers import check_rounded, watch_buffers
+from ampatch.watching.misuse.calls import check_ranks, check_request, check_trainer
 from ampatch.watching.misuse.clipping import ClipWatch
 from ampatch.watching.misuse.grad_scaler import GradScalerWatch
 from ampatch.watching.misuse.half_weights import HalfWatch, check_halved
@@ -64,6 +65,8 @@ class MisuseWatch(SessionListener):
         """Warns of a call of `initialize` that works, and trains wrongly."""
         check_request(self._warner, opening.request, opening.amps)
         check_rounded(self._warner, opening.rounded, opening.request.policy)
+        if opening.request.policy.casts_model:
+            watch_buffers(self._warner, opening)
 
     def call_opened(self, opening: Opening) -> None:
         """Watches the models of a call."""
