@@ -18,7 +18,7 @@ from ampatch.casts.cast_tree import cast_tree
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.undo import weakly
 from ampatch.models.rounding import find_error
-from ampatch.steps.masters.weight import is_wrapper
+from ampatch.steps.masters.tensors import is_wrapper
 from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
