@@ -12,8 +12,8 @@ from ampatch.steps.masters.tensors import is_wrapper
 LARGEST_ERROR = 1 / 32  # of an angle in rad or a pixel: bfloat16 makes it at 16, float16 at 128
 _RAMP = 8  # numbers that only rise or only fall are a table, and no chance
 _PIXEL = 1 / 1024  # of a grid from -1 to 1, with 2048 of them
-_MASKED = -1e4  # and below: what masks add to scores, where -inf does as well
-_LIMIT = 1e9  # and above: a limit that nothing reaches, which may be inf as well
+_LARGEST = torch.finfo(torch.float16).max
+_LIMIT = 1e9  # that nothing reaches, and inf does as well; as -inf for what masks add to scores
 _NEGLIGIBLE = 2.0**-11  # beside the largest number: half loses it in their sum
 
 
@@ -61,7 +61,7 @@ def _is_bound(values: Tensor) -> bool:
     """Whether all numbers are 0 or one that is there as good as endless: a mask, or a limit."""
     low, high = values.amin(), values.amax()
     bound = torch.where(low < 0, low, high)
-    is_far = (bound <= _MASKED) | (bound >= _LIMIT)
+    is_far = (bound < -_LARGEST) | (bound >= _LIMIT)
     return bool(is_far & ((values == 0) | (values == bound)).all())
 
 
@@ -82,8 +82,8 @@ def _is_off(values: Tensor, half: Tensor) -> bool:
 
 def _loses_steps(values: Tensor, half: Tensor) -> bool:
     """Whether whole numbers move, or those of a table, or steps of a table with several lines are lost."""
-    largest = torch.finfo(torch.float16).max  # of positions, and not of other whole numbers
-    if bool(((values == values.round()) & (values.abs() <= largest)).all()):
+    is_moved = (half != values) & (values.abs() <= _LARGEST)
+    if bool((values == values.round()).all() & is_moved.any()):
         return True
     if values.numel() == max(values.shape, default=1) and _is_table(values.flatten(), 0):
         return True
