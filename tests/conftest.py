@@ -15,6 +15,7 @@ import torch.distributed as dist
 import ampatch as amp
 from ampatch.session.session import SESSION
 from ampatch.testing import TorchSnapshot
+from helpers import import_float8
 
 sys.path.append(str(Path(__file__).parents[1]))  # the benchmarks are run from a clone, and are not installed
 
@@ -54,7 +55,7 @@ def past_is_out_of_sight():
 def emulated(request, monkeypatch):
     """Emulates float8, for which there is no arithmetic on a CPU; skips O6 where torchao is not."""
     if "O6" in getattr(request.node, "callspec", request).__dict__.get("params", {}).values():
-        pytest.importorskip("torchao.float8", exc_type=ImportError)
+        import_float8()
     monkeypatch.setenv("AMPATCH_FLOAT8_EMULATE", "1")
 
 

@@ -29,6 +29,11 @@ def needs_torch(version, feature):
     return pytest.mark.skipif(torch_is_before(version), reason=f"torch {version} brought {feature}")
 
 
+def import_float8():
+    """Imports torchao's module; skips where there is none, or one that fails with this torch, in any way."""
+    return pytest.importorskip("torchao.float8", exc_type=Exception)
+
+
 def wait_until(condition):
     deadline = time.monotonic() + 120
     while not condition():

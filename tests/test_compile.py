@@ -190,8 +190,6 @@ def test_a_weight_of_two_layers_is_cast_for_each_in_a_graph(level):
 
 
 @pytest.mark.process
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch's own use
-@pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline_module_allowlist")  # torch 2.6
 def test_inductor_compiles_casts():
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("inductor needs a C++ compiler: there is no g++ and no clang++ in PATH")

@@ -92,6 +92,9 @@ SNIPPETS = {
     "torch.eig": "import torch\ntorch.eig(torch.eye(2))",
     "torch.solve": "import torch\ntorch.solve(torch.eye(2), torch.eye(2))",
     "torch.lstsq": "import torch\ntorch.lstsq(torch.eye(2), torch.eye(2))",
+    "torch.qr": "import torch\nq, r = torch.qr(torch.eye(2).qr()[0], some=False)",
+    "torch.cholesky": "import torch\ntorch.cholesky(4 * torch.eye(2).cholesky(), True)",
+    "cgi": "from cgi import escape",
     "torch.matrix_rank": "import torch\nassert torch.matrix_rank(torch.eye(2)) == 2",
     "torch.distributed.launch": (
         "import torch.distributed\nimport importlib\n"
@@ -477,7 +480,7 @@ def test_a_warning_of_torch_names_the_line_of_the_script(context):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with context():
-            torch.qr(torch.eye(2))
+            torch.cross(torch.ones(2, 3), torch.ones(2, 3))
     torch.set_warn_always(False)
     assert [each.filename for each in said] == [__file__]
 
@@ -539,6 +542,14 @@ def test_old_functions_compute_what_they_did():
     square = x[:, :2] + 2 * torch.eye(2)
     solution, _ = functions.solve(x, square)
     assert torch.allclose(square @ solution, x)
+    orthogonal, upper = functions.qr(x)
+    assert torch.allclose(orthogonal @ upper, x)
+    assert functions.qr(x.T, some=False)[0].shape == (6, 6)
+    squared = square @ square.T
+    assert torch.allclose(functions.cholesky(squared), functions.cholesky(squared, True).T)
+    assert np.allclose(functions.cholesky(squared).numpy(), np.linalg.cholesky(squared.numpy()))
+    assert functions.escape("<'\">&") == "&lt;'\"&gt;&amp;"
+    assert functions.escape("<'\">&", quote=True) == "&lt;'&quot;&gt;&amp;"
     symmetric = square + square.T
     values, vectors = functions.symeig(symmetric, eigenvectors=True)
     assert np.allclose(values.numpy(), np.linalg.eigvalsh(symmetric.numpy()))

@@ -150,6 +150,7 @@ def test_an_op_that_raises_leaves_casts_on():
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look
 @pytest.mark.parametrize("level", LEVELS)
 def test_opcheck_finds_nothing_wrong_with_an_op(level):
     op = Op(custom_op)

@@ -31,6 +31,7 @@ from ampatch.sweeps.records.sweep_file import from_json
 from ampatch.sweeps.records.table_file import to_csv
 from ampatch.sweeps.terminal.view import show
 from ampatch.sweeps.web.page import write_page
+from helpers import import_float8
 from loggers import make_mlflow, make_wandb
 from ranks import FSDP2
 
@@ -113,7 +114,7 @@ def test_the_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
     for module in (make_wandb(), make_mlflow()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     if page.name == "levels.md":  # the block of O6; a torchao that fits is not there for each torch
-        pytest.importorskip("torchao.float8", exc_type=ImportError)
+        import_float8()
     with mock.patch.dict(os.environ):
         run_blocks(page)
 

@@ -24,6 +24,7 @@ from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.silent.watch import Silent
 from ampatch.doctor.words import describe
 from doctor_samples import sample_finding
+from helpers import import_float8
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the library, of the same faults
 
@@ -730,7 +731,7 @@ optimizer.step()
     ],
 )
 def test_numbers_that_are_zeros_in_float8_beside_a_large_one_are_told(recipe, first, largest, found):
-    pytest.importorskip("torchao.float8", exc_type=ImportError)
+    import_float8()
     rows = "slice(None)" if isinstance(first, slice) else first
     faults, _ = watch(FLOAT8.format(recipe=recipe, first=rows, largest=largest))
     assert [(it.kind, it.module, it.numbers["what"]) for it in faults] == found * [

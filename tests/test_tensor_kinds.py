@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 import ampatch as amp
 from nets import open_session
 from patched import backward
+from ranks import FSDP2
 
 LEVELS = pytest.mark.parametrize("level", ["O0", "O2", "O4"])
 PATCHED = pytest.mark.parametrize("level", ["O4"])
@@ -180,6 +181,7 @@ def test_weights_that_are_dtensors_train(mesh, level):
     assert all(isinstance(one, DTensor) and one.dtype is torch.float32 for one in model.state_dict().values())
 
 
+@FSDP2
 @LEVELS
 def test_a_model_that_fsdp_has_sharded_computes_as_before_once_it_is_given_back(one_rank, level):
     from torch.distributed.fsdp import fully_shard

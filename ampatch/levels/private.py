@@ -224,9 +224,13 @@ def forward_ad_level() -> int:
     return getattr(torch.autograd.forward_ad, "_current_level", -1)
 
 
+# Torch 2.6 has another flag, which only `torch.export(strict=False)` sets.
+_EXPORTS = "_is_exporting_flag" if hasattr(torch.compiler, "_is_exporting_flag") else "_is_compiling_flag"
+
+
 def is_exporting() -> bool:
     """Whether `torch.export` traces; Dynamo of torch 2.11 takes torch's function of this name for True."""
-    return getattr(torch.compiler, "_is_exporting_flag", False)
+    return getattr(torch.compiler, _EXPORTS, False)
 
 
 _stash, find_in_thread = KEEP_IN_THREAD.find(_nothing), FIND_IN_THREAD.find(_nothing)

@@ -28,7 +28,7 @@ logger = logging.getLogger("ampatch")
 
 IN_FLOAT8 = "float8"
 LATE = "it came after initialize, or is a copy of one that stayed"
-FITTING = "two that fit each other, as torchao 0.18 and torch 2.13, or 0.13 and 2.8"  # as tried
+FITTING = "torchao 0.18 with torch 2.11 and later, or torchao 0.13 with torch 2.6 to 2.8"  # as tried
 
 
 @dataclass(frozen=True, slots=True)

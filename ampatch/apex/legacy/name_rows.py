@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import collections.abc
+import sys
+
+import torch
+from torch.torch_version import TorchVersion
 
 from ampatch.apex.legacy.gone.model_urls import FILES
 from ampatch.apex.legacy.old import WARNS, Old
@@ -44,7 +48,11 @@ PYTHON = (
     *rewritten("inspect", "Python 3.11", getargspec="inspect.getfullargspec"),
     *renamed("base64", "Python 3.9", encodestring="encodebytes", decodestring="decodebytes"),
     Old("os.errno", "Python 3.7", "errno", "errno:"),
-    Old("cgi.escape", "Python 3.8", "html.escape", "html.escape"),
+    *(
+        [Old("cgi", "Python 3.13", "html.escape", f"{OURS}:")]  # nothing else of it
+        if sys.version_info >= (3, 13)
+        else rewritten("cgi", "Python 3.8", escape="html.escape")
+    ),
     Old("threading.Thread.isAlive", "Python 3.9", "is_alive", "threading.Thread.is_alive"),
     Old("imp", "Python 3.12", "importlib"),
     Old("distutils", "Python 3.12", "packaging.version, or setuptools, which brings it back"),
@@ -92,7 +100,13 @@ NUMPY = (
 )
 LOADER = "torch.utils.data.dataloader"
 OTHER_WAY = "arguments the other way round"
+LINALG = (  # methods of tensors as well; they work where torch has not removed them yet
+    rewritten("torch", "torch 2.14", cholesky="torch.linalg.cholesky", qr="torch.linalg.qr")
+    if TorchVersion(torch.__version__) >= "2.14"
+    else []
+)
 TORCH = (
+    *LINALG,
     Old("torch._six", "torch 2.0", "str, int, math.inf and collections.abc", f"{SIX}:"),
     *rewritten("torch", "torch 2.0", symeig="torch.linalg.eigh"),
     Old("torch.eig", "torch 1.13", "torch.linalg.eig, which is complex"),

@@ -15,11 +15,14 @@ from torch.torch_version import TorchVersion
 
 from ampatch.apex.checking.uses import Names
 from ampatch.apex.legacy.made import is_integral, is_perhaps_bytes
-from ampatch.apex.legacy.name_rows import CANVAS, NAMES
+from ampatch.apex.legacy.name_rows import CANVAS, LINALG, NAMES
 from ampatch.apex.legacy.pattern_rows import CLAMP, COPY, LOAD, MASK, NUMPY_LOAD, PART, RAGGED
 
 # What was a method of tensors as well, and of nothing else.
-METHODS = ("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs")
+METHODS = (
+    *("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs"),
+    *(row.name.removeprefix("torch.") for row in LINALG),
+)
 # Methods of classes, by their names, which nothing else has that scripts use.
 PIL = ("PIL.ImageDraw.ImageDraw", "PIL.ImageFont.FreeTypeFont")
 CLASSES = ("numpy.ndarray", *PIL, "threading.Thread", CANVAS)

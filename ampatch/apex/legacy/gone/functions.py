@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterable
@@ -132,6 +133,21 @@ class _DataLoaderIter(_BaseDataLoaderIter):
 def asscalar(array: np.ndarray) -> object:
     """Does what `numpy.asscalar` did up to NumPy 1.22."""
     return array.item()
+
+
+def escape(s: str, quote: bool | None = None) -> str:
+    """Does what `cgi.escape` did up to Python 3.7: it leaves quotes alone unless it is told not to."""
+    return html.escape(s, bool(quote)).replace("&#x27;", "'")
+
+
+def qr(input: Tensor, some: bool = True) -> torch.return_types.linalg_qr:
+    """Does what `torch.qr` did up to torch 2.13."""
+    return torch.linalg.qr(input, "reduced" if some else "complete")
+
+
+def cholesky(input: Tensor, upper: bool = False) -> Tensor:
+    """Does what `torch.cholesky` did up to torch 2.13."""
+    return torch.linalg.cholesky(input, upper=upper)
 
 
 def symeig(input: Tensor, eigenvectors: bool = False, upper: bool = True) -> torch.return_types.linalg_eigh:

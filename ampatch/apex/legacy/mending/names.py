@@ -19,13 +19,13 @@ import torch
 from ampatch.apex.changes import LIBRARIES, Changes, script_frame, wrap
 from ampatch.apex.drop_in.real import find_elsewhere
 from ampatch.apex.legacy.finding import is_gone
-from ampatch.apex.legacy.name_rows import NAMES
+from ampatch.apex.legacy.name_rows import LINALG, NAMES
 from ampatch.apex.legacy.old import Old
 from ampatch.apex.legacy.patterns import METHODS
 from ampatch.levels.stack import asked
 
 # The linear algebra that torch still has the names of, and that raises.
-RAISING = ("torch.symeig", "torch.solve", "torch.matrix_rank")
+RAISING = ("torch.symeig", "torch.solve", "torch.matrix_rank", *(row.name for row in LINALG))
 
 Change = Callable[[object], None]  # of a module or class
 
@@ -122,8 +122,10 @@ def put_back_names(changes: Changes, places: Places, notices: Notices) -> None:
     """Puts the names back that are gone here, so that a use of them can be told of."""
     rows: dict[str, dict[str, Old]] = defaultdict(dict)
     for row in NAMES:
-        if row.new:
-            place, _, name = row.name.rpartition(".")
+        place, _, name = row.name.rpartition(".")
+        if row.new and not place:
+            changes.add_module(name, OldModule(row, notices))
+        elif row.new:
             rows[place][name] = row
     for place, named in rows.items():
         places.change(place, functools.partial(put_back, changes, notices, named))
