@@ -19,7 +19,7 @@ class Cast(enum.Enum):
     - `FP32`: cast to float32: the blacklist
     - `PROMOTE`: cast to the widest floating type among them
     - `BANNED`: raises when given a half tensor
-    - `FP32_INPLACE`: raises on a half self: the functional form is `FP32`
+    - `FP32_INPLACE`: computed in float32, and rounded once into a half self: the functional form is `FP32`
     - `MATCH_SELF`: cast to the dtype of self, which an in-place op cannot change
     - `CUSTOM`: as the reason says: no single cast fits, and casts/custom.py has the code
     """

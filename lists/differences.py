@@ -1,7 +1,6 @@
 """Where a patched torch and `torch.autocast` for CUDA part on purpose, by the names in torch's OpInfo database.
 
-Two classes need no entry. A function whose row is CUSTOM or FP32 also runs where torch refuses half, and autocast with
-it; an FP32_INPLACE function raises on a half tensor, into which autocast would write a half result.
+A function whose row is CUSTOM or FP32 needs no entry where it runs and torch refuses half, and autocast with it.
 """
 
 # (op, reason): the result has another type than under autocast, or one of the two raises.

@@ -32,7 +32,8 @@ REFUSED = (
         (
             *_FUNCTIONS_AND_METHODS,
             *_refused(_NO_KERNEL, "histogramdd"),
-            *_refused("half: there is no bfloat16 complex type", "complex", "polar"),
+            Row("complex", CUSTOM, "float32 on a CPU, where few kernels take complex half, and for bfloat16"),
+            *_refused("half: there is no bfloat16 complex type", "polar"),
             Row("view_as_complex", CUSTOM, "a float32 copy where torch refuses half: no bfloat16 complex type"),
             *_refused("half; QAT calls it", "fused_moving_avg_obs_fake_quant"),
             *_refused(_SPARSE, "spmm", "dsmm"),

@@ -36,7 +36,7 @@ TENSOR = CastTable(
         *TORCH.take("log", "log10", "log2", "log1p", "pow", "square", "reciprocal", "rsqrt"),
         Row("__pow__", FP32, "x ** 2: 256 squared is past 65504; 1e-4 squared is 0"),
         Row("__rpow__", FP32, "2 ** x passes 65504 at x = 16"),
-        Row("__ipow__", CUSTOM, "x **= 2 gives a new float32 tensor for a half x, as x = x ** 2 does; 256 ** 2 is inf"),
+        Row("__ipow__", FP32_INPLACE, "x **= 2 writes a float32 power into x, and a half one into a half x"),
         # Reductions and norms.
         *TORCH.take("sum", "prod", "cumsum", "cumprod", "logsumexp", "softmax", "log_softmax"),
         *TORCH.take("norm", "renorm", "dist"),
@@ -45,10 +45,10 @@ TENSOR = CastTable(
         Row("cpu", CUSTOM, "float32 from a half tensor, for numpy and lists; torch's own calls keep the type"),
         # In place.
         *IN_PLACE,
-        Row("erfinv_", FP32_INPLACE, "erfinv runs in float32; write x = x.erfinv()"),
-        Row("pow_", FP32_INPLACE, "256 squared is past 65504; write x = x.pow(2)"),
-        Row("cumsum_", FP32_INPLACE, "running sum; write x = x.cumsum(dim)"),
-        Row("cumprod_", FP32_INPLACE, "running product; write x = x.cumprod(dim)"),
-        Row("renorm_", FP32_INPLACE, "renorm runs in float32; write x = x.renorm(p, dim, maxnorm)"),
+        Row("erfinv_", FP32_INPLACE, "erfinv runs in float32; x = x.erfinv() keeps that"),
+        Row("pow_", FP32_INPLACE, "256 squared is past 65504, inf in a float16 x; x = x.pow(2) is float32"),
+        Row("cumsum_", FP32_INPLACE, "running sum, each term rounded once; x = x.cumsum(dim) keeps float32"),
+        Row("cumprod_", FP32_INPLACE, "running product, each term rounded once; x = x.cumprod(dim) keeps float32"),
+        Row("renorm_", FP32_INPLACE, "renorm runs in float32; x = x.renorm(p, dim, maxnorm) keeps that"),
     ),
 )

@@ -2,9 +2,9 @@
 
 from ampatch.table import CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
 
-# In place: self is half and stays half, so the float32 result of the functional form has no place.
+# In place: self is half and stays half, so the float32 result of the functional form is rounded into it.
 IN_PLACE = tuple(
-    Row(f"{name}_", FP32_INPLACE, f"{name} runs in float32; write x = x.{name}()")
+    Row(f"{name}_", FP32_INPLACE, f"{name} runs in float32; x = x.{name}() keeps that")
     for name in (
         *("acos", "arccos", "asin", "arcsin", "cosh", "sinh", "tan", "exp", "expm1"),
         *("log", "log10", "log2", "log1p", "square", "reciprocal", "rsqrt"),

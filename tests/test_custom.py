@@ -202,8 +202,42 @@ def test_what_runs_out_of_memory_is_not_tried_again_in_float32(monkeypatch):
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_what_torch_takes_of_a_half_tensor_runs_in_half():
     open_session(opt_level="O1")
-    x = torch.ones(3, dtype=torch.float16)
-    assert torch.complex(x, x).dtype is torch.complex32
+    x = torch.ones(3, 2, dtype=torch.float16)
+    torch.view_as_complex(x).zero_()
+    assert not x.any()
+
+
+OF_COMPLEX_HALF = {
+    "irfft": lambda x: torch.fft.irfft(x, n=6, dim=1),
+    "ifftn": lambda x: torch.fft.ifftn(x).abs(),
+    "det": lambda x: torch.linalg.det(x).real,
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("call", OF_COMPLEX_HALF.values(), ids=OF_COMPLEX_HALF)
+def test_what_has_no_kernel_for_complex_half_runs_in_complex64_with_its_gradients(call):
+    def run(dtype):
+        x = leaf.to(dtype)
+        result = call(x)
+        return result, torch.autograd.grad(result.sum(), leaf)[0]
+
+    half = torch.view_as_complex(torch.rand(4, 4, 2).half())
+    leaf = half.to(torch.complex64).requires_grad_()
+    expected = run(torch.complex64)
+    open_session(opt_level="O1")
+    result, grad = run(torch.complex32)
+    assert torch.equal(result, expected[0])
+    assert torch.equal(grad, expected[1].to(torch.complex32).to(torch.complex64))
+
+
+def test_a_spectrum_of_a_product_comes_back_from_complex_numbers():
+    x, weight = full(3, 4), full(4, 4)
+    open_session(opt_level="O1")
+    product = x @ weight
+    pairs = torch.complex(product, torch.zeros_like(product))
+    assert pairs.dtype is torch.complex64
+    assert torch.equal(torch.fft.ifft(torch.fft.fft(pairs)).real.half(), product)
 
 
 # ---- Tensor.cpu ----

@@ -1,6 +1,7 @@
 """Where casts are off: in `disable_casts`, and while an optimizer steps."""
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -317,12 +318,81 @@ def test_a_closure_runs_with_casts_on_and_the_step_around_it_with_casts_off(watc
     assert (watching.seen, seen, product()) == (FULL, [HALF, HALF], HALF)
 
 
-def test_the_step_of_an_optimizer_that_initialize_never_saw_is_left_alone():
-    model = open_session()
-    optimizer = Watching(model.parameters(), lr=0.1)
-    optimizer.step()
-    assert optimizer.seen is HALF
+def step_twice(make, opt_level=None):
+    """The weight of a network that an optimizer of its own steps; another network is the session's."""
+    weight = nn.Parameter(torch.linspace(-1.0, 1.0, 64).reshape(8, 8))
+    early = make([weight])
+    if opt_level is not None:
+        model = nn.Linear(2, 2)
+        open_session(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=opt_level)
+    for optimizer in (early, make([weight])):
+        weight.grad = weight.detach().sin()
+        optimizer.step()
+    return weight.detach()
+
+
+CASTING = {  # these take products, or powers in place
+    name: functools.partial(getattr(torch.optim, name), lr=0.01)
+    for name in ("Adafactor", "Muon")
+    if hasattr(torch.optim, name)
+}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+@pytest.mark.parametrize("make", CASTING.values(), ids=CASTING)
+def test_an_optimizer_that_initialize_was_not_given_steps_as_without_a_session(make, opt_level):
+    expected = step_twice(make)
+    assert torch.equal(step_twice(make, opt_level), expected)
+
+
+@pytest.fixture
+def stranger():
+    """An optimizer of its own class, made after `initialize`, which was not given it."""
+    open_session()
+    return Watching(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+def test_casts_are_off_inside_a_step_of_an_optimizer_that_initialize_was_not_given(stranger):
+    seen = []
+    stranger.step(lambda: seen.append(product()))
+    assert (stranger.seen, seen, product()) == (FULL, [HALF], HALF)
+    stranger.fails = True
+    with pytest.raises(ArithmeticError):
+        stranger.step()
     assert product() is HALF
+
+
+def test_casts_are_off_in_the_whole_of_a_step_that_steps_another_optimizer(stranger):
+    class Around(Watching):
+        def step(self, closure=None):
+            stranger.step(closure)
+            return super().step()  # which looks at the types once more, and ends a step as well
+
+    seen = []
+    around = Around(nn.Linear(2, 2).parameters(), lr=0.1)
+
+    def closure():
+        seen.append(product())
+        Watching(nn.Linear(2, 2).parameters(), lr=0.1).step()  # begins and ends inside
+        seen.append(product())
+
+    around.step(closure)
+    assert (stranger.seen, around.seen, seen, product()) == (FULL, FULL, [HALF, HALF], HALF)
+
+
+def test_a_closure_that_raises_in_a_step_that_goes_on_leaves_the_rest_of_it_uncast(stranger):
+    class Careful(Watching):
+        def step(self, closure=None):
+            with contextlib.suppress(ArithmeticError):
+                closure()
+            return super().step()
+
+    def fail():
+        raise ArithmeticError
+
+    careful = Careful(nn.Linear(2, 2).parameters(), lr=0.1)
+    careful.step(fail)
+    assert (careful.seen, product()) == (FULL, HALF)
 
 
 # ---- Interrupted forwards ----

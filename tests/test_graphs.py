@@ -122,6 +122,13 @@ def test_a_symbolic_trace_names_the_originals_and_what_fx_wraps():
     assert torch.equal(traced(x_of()), leaf(x_of()) @ x_of().t())
 
 
+def test_a_function_that_looks_at_what_it_is_given_is_traced_as_without_a_session():
+    model = lambda x: F.local_response_norm(x[None], 2)
+    expected = targets(torch.fx.symbolic_trace(model))
+    open_session()
+    assert targets(torch.fx.symbolic_trace(model)) == expected
+
+
 @pytest.mark.parametrize("is_initialized", [True, False], ids=["initialized", "another"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_symbolic_trace_runs_with_casts_and_without_after_uninitialize(level, is_initialized):
@@ -274,6 +281,34 @@ def test_scripted_functions_run_uncast(function):
     assert torch.equal(scripted(x), expected)
     assert scripted(x.double()).dtype is torch.float64
     assert torch.equal(torch.jit.script(F.softmax)(x, -1), softmax)
+
+
+def contract(x):
+    return torch.tensordot(x, x, dims=[[1], [1]]) / torch.norm(x)
+
+
+def resize(x):
+    return F.interpolate(x[None], scale_factor=2.0)
+
+
+def factorize(x):
+    return torch.lu(x @ x.t())[0]
+
+
+@SCRIPTS
+@pytest.mark.filterwarnings("ignore:torch.lu is deprecated", "ignore:.*empty non-base types")
+@pytest.mark.parametrize("is_traced", [False, True], ids=["written", "traced"])
+@pytest.mark.parametrize("function", [contract, resize, factorize])
+def test_functions_that_scripts_choose_by_their_arguments_are_scripted_in_a_session_and_after_it(
+    function, is_traced
+):
+    expected = function(x_of())
+    for _ in range(2):
+        open_session(opt_level="O1")
+        given = torch.fx.symbolic_trace(function) if is_traced else function
+        assert torch.equal(torch.jit.script(given)(x_of()), expected)
+        amp.uninitialize()
+        assert torch.equal(torch.jit.script(given)(x_of()), expected)
 
 
 class ScriptsInside(nn.Module):

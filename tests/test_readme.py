@@ -26,6 +26,7 @@ import ampatch as amp
 import ampatch.apex
 import ampatch.testing
 from ampatch.__main__ import COMMANDS, build_parser, split
+from ampatch.apex import amp as apex
 from ampatch.sweeps.records.sweep_file import from_json
 from ampatch.sweeps.records.table_file import to_csv
 from ampatch.sweeps.terminal.view import show
@@ -283,6 +284,11 @@ def load(state):
     after(lambda: amp.load_state_dict(state))
 
 
+def in_place_through_apex():
+    apex.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    torch.ones(1).half().exp_()
+
+
 MISTAKES = {
     "set scale": lambda: after(lambda: amp.set_loss_scale(0)),
     "set scale to a string": lambda: after(lambda: amp.set_loss_scale("4")),
@@ -298,7 +304,7 @@ MISTAKES = {
     "banned": lambda: after(
         lambda: F.binary_cross_entropy(torch.ones(1).bfloat16(), torch.ones(1)), opt_level="O4"
     ),
-    "in place": lambda: after(lambda: torch.ones(1).bfloat16().exp_(), opt_level="O4"),
+    "in place": in_place_through_apex,
 }
 
 

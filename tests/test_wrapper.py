@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
+from ampatch.apex import amp as apex
 from ampatch.casts import kernels
 from ampatch.table import BANNED, FP32, FP32_INPLACE, LOWER, MATCH_SELF
 from ampatch.testing import assert_casts, parametrize_rows
@@ -76,7 +77,6 @@ WITH_OUT = {
     "matmul": lambda out: torch.matmul(A, A, out=out),
     "mm by keywords": lambda out: torch.mm(input=A, mat2=A, out=out),
     "exp": lambda out: torch.exp(A, out=out),
-    "exp of half": lambda out: torch.exp(H, out=out),
     "cumsum": lambda out: torch.cumsum(A, dim=0, out=out),
     "pow": lambda out: torch.pow(A, 2, out=out),
     "lerp": lambda out: torch.lerp(A, A + 1, 0.5, out=out),
@@ -86,16 +86,49 @@ WITH_OUT = {
 
 
 @pytest.mark.filterwarnings("ignore:Using torch.cross without specifying the dim arg")
-def test_a_call_with_out_is_left_alone():
+def test_a_call_with_out_gives_the_float32_that_it_is_asked_for():
     def run():
         for name, call in WITH_OUT.items():
-            out = torch.empty(3, 3, dtype=HALF if name == "exp of half" else FULL)
+            out = torch.empty(3, 3)
             assert call(out) is out, name
             yield out
 
     expected = list(run())
     open_session()
     assert list(map(torch.equal, run(), expected)) == [True] * len(WITH_OUT)
+
+
+BLACKLISTED_WITH_OUT = {
+    "exp": lambda x, **out: torch.exp(x, **out),
+    "pow of two tensors": lambda x, **out: torch.pow(x, x, **out),
+    "sum": lambda x, **out: torch.sum(x, 0, **out),
+    "cumsum": lambda x, **out: torch.cumsum(x, dim=0, **out),
+    "norm": lambda x, **out: torch.norm(x, p=3, dim=1, **out),
+    "linalg.norm": lambda x, **out: torch.linalg.norm(x, **out),
+    "logsumexp": lambda x, **out: torch.logsumexp(input=x, dim=0, **out),
+}
+
+
+@pytest.mark.parametrize("dtype", [FULL, torch.float16, HALF], ids=str)
+@pytest.mark.parametrize("call", BLACKLISTED_WITH_OUT.values(), ids=BLACKLISTED_WITH_OUT)
+def test_what_a_blacklisted_function_writes_into_out_is_computed_in_float32_and_rounded_once(call, dtype):
+    x = torch.linspace(5, 12, 9).reshape(3, 3).half()
+    expected = call(x.float()).to(dtype)
+    open_session(opt_level="O1")
+    out = torch.empty_like(expected)
+    alias = out.view(-1)
+    assert call(x, out=out) is out
+    assert torch.equal(alias, expected.view(-1))
+    assert torch.equal(call(x, out=torch.empty(0, dtype=dtype)), expected)  # resized, as by torch
+
+
+def test_a_function_with_out_may_write_over_what_it_reads():
+    x = half(3)
+    expected = x.float().exp().to(HALF)
+    open_session()
+    assert torch.equal(torch.exp(x, out=x), expected)
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.exp(x, out=half(3).requires_grad_() * 1)
 
 
 def test_a_keyword_that_is_none_says_nothing():
@@ -195,7 +228,7 @@ def test_a_call_that_says_its_dtype_is_left_alone(call, dtype):
 # ---- In place ----
 
 ARGUMENTS = {
-    "pow_": (2,),
+    **dict.fromkeys(("pow_", "__ipow__"), (3,)),
     "cumsum_": (0,),
     "cumprod_": (0,),
     "renorm_": (2, 0, 1.0),
@@ -203,56 +236,101 @@ ARGUMENTS = {
 each_blacklisted = parametrize_rows(cast=FP32_INPLACE)
 
 
+def in_place(path, tensor):
+    """Calls a function in place; returns what it gives."""
+    return pkgutil.resolve_name(path)(tensor, *ARGUMENTS.get(path.rpartition(".")[2], ()))
+
+
+def run_in_place(path, leaf, dtype):
+    """The result of a function in place on a product of a leaf, in a type, and the gradients of the leaf."""
+    tensor = (leaf * 1).to(dtype)
+    assert in_place(path, tensor) is tensor
+    result = (tensor * 1).to(leaf.dtype)
+    return result, torch.autograd.grad(result.sum(), leaf)[0]
+
+
 def test_a_blacklisted_function_in_place_works_on_full_tensors():
     def run():
-        for path, row in each_blacklisted.args[1]:
+        for path, _ in each_blacklisted.args[1]:
             x = torch.eye(2) / 2 + 0.25
-            assert pkgutil.resolve_name(path)(x, *ARGUMENTS.get(row.name, ())) is x, path
+            assert in_place(path, x) is x, path
             yield path, x.tolist()
 
     expected = dict(run())
-    assert {"torch.Tensor.exp_", "torch.Tensor.pow_", "torch.exp_"} <= set(expected)
+    assert {"torch.Tensor.exp_", "torch.Tensor.pow_", "torch.exp_", "torch.Tensor.__ipow__"} <= set(expected)
     open_session()
     assert dict(run()) == expected
 
 
-@shows("o1-in-place")
-def test_a_blacklisted_function_in_place_raises_on_half_tensors_and_leaves_them_alone():
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_blacklisted_function_in_place_rounds_what_float32_gives_once_into_a_half_tensor(opt_level):
+    leaves = [
+        (torch.rand(3, 4) * 0.9).to(LEVELS[opt_level]).requires_grad_() for _ in each_blacklisted.args[1]
+    ]
+    paths = [path for path, _ in each_blacklisted.args[1]]
+    expected = [run_in_place(path, leaf, FULL) for path, leaf in zip(paths, leaves, strict=True)]
+    open_session(opt_level=opt_level)
+    for path, leaf, (value, grad) in zip(paths, leaves, expected, strict=True):
+        found = run_in_place(path, leaf, LEVELS[opt_level])
+        assert torch.equal(found[0], value), path
+        assert torch.equal(found[1], grad), path
+        with torch.no_grad():
+            whole = leaf.detach().clone()
+            alias, row = whole.view(-1), whole[1:]
+            in_place(path, whole)
+            assert torch.equal(alias, value.view(-1)), path  # and who holds the memory sees it
+            assert torch.equal(row, value[1:]), path
+
+
+def test_a_leaf_that_wants_a_gradient_is_not_written_in_place():
+    leaf = half(2).requires_grad_()
+    before = leaf.detach().clone()
     open_session()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
+        leaf.exp_()
+    assert torch.equal(leaf.detach(), before)
+
+
+@shows("o1-in-place")
+def test_through_apex_a_blacklisted_function_in_place_raises_on_float16_and_leaves_it_alone():
+    apex.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     for path, row in each_blacklisted.args[1]:
-        tensor = half(2, 2)
+        tensor = torch.rand(2, 2).half()
         before = tensor.clone()
-        with pytest.raises(amp.BannedFunctionError, match=rf"\b{row.name}\b.*{tensor.dtype!s}"):
-            pkgutil.resolve_name(path)(tensor, *ARGUMENTS.get(row.name, ()))
+        if row.name != "__ipow__":
+            with pytest.raises(NotImplementedError, match=rf"\b{row.name}\b.*torch\.float16"):
+                in_place(path, tensor)
         assert torch.equal(tensor, before)
+    amp.uninitialize()
+    open_session(opt_level="O1")
+    assert tensor.exp_() is tensor  # ours again
+    amp.uninitialize()
+    apex.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+    assert (bfloat16 := tensor.bfloat16()).exp_() is bfloat16
 
 
 @shows("o1-in-place-power")
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_the_operator_for_a_power_in_place_gives_the_power_in_float32(opt_level):
-    model = open_session(opt_level=opt_level)
-    base = torch.tensor([300.0, 1e-4], dtype=LEVELS[opt_level], requires_grad=True)
-    x, alias = base, base.detach().clone()
+def test_through_apex_the_operator_for_a_power_in_place_gives_the_power_in_float32():
+    apex.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    x = alias = torch.tensor([300.0, 1e-4]).half()
     x **= 2
-    wide = base.detach().float().requires_grad_()
-    assert torch.equal(x, wide**2)
-    (grad,) = torch.autograd.grad(x.sum(), base)
-    assert torch.equal(grad, torch.autograd.grad((wide**2).sum(), wide)[0].to(grad.dtype))
-    assert torch.equal(base, alias)  # a new tensor: who holds the old one sees nothing of it
+    assert torch.equal(x, alias.float() ** 2)
+    assert torch.equal(alias, torch.tensor([300.0, 1e-4]).half())
     with amp.disable_casts():
         alias **= 2
-    assert alias.dtype is LEVELS[opt_level]
-    del model
+    assert alias.dtype is torch.float16
 
 
-def test_the_operator_for_a_power_in_place_leaves_the_cast_of_a_parameter_alone():
+def test_a_function_in_place_leaves_the_cast_of_a_parameter_alone():
     weight = torch.nn.Parameter(half(2).fill_(3.0), requires_grad=False)
     open_session()
     assert torch.equal(weight.exp(), weight.float().exp())  # keeps its cast
-    x = weight
-    x **= 2
-    assert torch.equal(x, full(2).fill_(9.0))
-    assert torch.equal(weight.sum(), torch.tensor(6.0))
+    with torch.no_grad():
+        cast = weight.sum(0, keepdim=True)
+        weight **= 2
+    assert torch.equal(weight, half(2).fill_(9.0))
+    assert torch.equal(weight.sum(), torch.tensor(18.0))
+    assert torch.equal(cast, torch.tensor([6.0]))
 
 
 def test_other_tensors_have_their_power_written_in_place():
@@ -265,9 +343,9 @@ def test_other_tensors_have_their_power_written_in_place():
 
 
 def test_the_error_says_what_to_write_instead():
-    open_session()
+    apex.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     with pytest.raises(amp.BannedFunctionError, match=r"exp\b(?!_)"):
-        half(2).exp_()
+        torch.rand(2).half().exp_()
 
 
 ROWS_0_AND_2 = torch.tensor([0, 2])

@@ -39,14 +39,15 @@ class CastState:
     """What patched functions consult on each call: the thread, the devices and the caches.
 
     `half` is the type that torch is patched for, None while it is not patched; `allow_banned` says
-    that banned functions are cast to float32 where they would raise.
+    that banned functions are cast to float32 where they would raise, and `bans_in_place` that functions in
+    place raise on half tensors, as in apex.
     """
 
     def __init__(self) -> None:
         self.thread = ThreadState()
         self.half: torch.dtype | None = None
         self.device_types: set[str] = set()
-        self.allow_banned = False
+        self.allow_banned = self.bans_in_place = False
         self.devices: set[torch.device] = set()  # those of these types that were met: quicker to look up
         self._graphs: list[weakref.ref[PendingGraph]] = []
         self._caches: dict[torch.dtype, CastCache] = {}
@@ -143,10 +144,10 @@ class CastState:
         graphs = [ref() for ref in self._graphs]
         return any(graph is None or graph.was_used for graph in graphs)
 
-    def narrow(self, device_types: set[str], allow_banned: bool) -> None:
-        """Casts no more than before: on these devices, banned functions or not."""
+    def narrow(self, device_types: set[str], allow_banned: bool, bans_in_place: bool) -> None:
+        """Casts no more than before: on these devices, banned functions and those in place, or not."""
         self.device_types.intersection_update(device_types)
-        self.allow_banned = allow_banned
+        self.allow_banned, self.bans_in_place = allow_banned, bans_in_place
         self.devices.clear()
         self.forget_casts()
 
@@ -155,7 +156,7 @@ class CastState:
         self.thread.reset()
         self.half = None
         self._graphs.clear()
-        self.narrow(set(), allow_banned=False)
+        self.narrow(set(), allow_banned=False, bans_in_place=False)
 
 
 # The one of this process, as torch's namespace is one. Hooks on modules pickle it by this name.

@@ -13,6 +13,8 @@ from torch import Tensor
 from ampatch.casts.cast_cache import CONVERT
 from ampatch.levels.precision import ELIGIBLE
 
+SIMPLE = (type(None), int, float, bool, str, slice, type(...))  # of arguments that hold no tensor
+
 TensorCast = Callable[[Tensor], Tensor]
 Other = Callable[[object], object] | None
 
@@ -80,6 +82,22 @@ def may_hold_tensors(value: object) -> bool:
             if isinstance(item, (Tensor, list, tuple)):
                 return True
     return False
+
+
+def have_one_dtype(args: tuple) -> bool:
+    """Whether a quick look shows that arguments have no two dtypes of ours: there is nothing to cast."""
+    first = None
+    for arg in args:
+        if isinstance(arg, Tensor):
+            dtype = arg.dtype
+            if dtype is first or dtype not in ELIGIBLE:
+                continue
+            if first is not None:
+                return False
+            first = dtype
+        elif type(arg) not in SIMPLE and (not isinstance(arg, (list, tuple)) or may_hold_tensors(arg)):
+            return False
+    return True
 
 
 def cast_batch(value: object, dtype: torch.dtype) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -21,19 +22,43 @@ _PACKAGES = ("torch", "ampatch")
 _TO_NUMPY = "torch.utils.tensorboard"  # which hands what it is given to numpy
 
 
+def write_in_place(
+    original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object
+) -> object:
+    """Computes in float32, and rounds the result once into the half tensor that it is for."""
+    # Of a view, because the cast of a parameter is kept.
+    wide = widen(input.view_as(input) if isinstance(input, Parameter) else input)
+    return NotImplemented if original(wide, *args, **kwargs) is NotImplemented else input.copy_(wide)
+
+
+def write_out(original: Function, widen: TensorCast, *args: object, out: Tensor, **kwargs: object) -> object:
+    """Computes in float32, and rounds the result once into a half `out`."""
+    args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
+    if not is_half(out):
+        return original(*args, out=out, **kwargs)
+    wide = torch.empty_like(out, dtype=torch.float32, requires_grad=out.requires_grad)  # torch refuses that
+    original(*args, out=wide, **kwargs)
+    return (out if out.shape == wide.shape else out.resize_(wide.shape)).copy_(wide)
+
+
 def where_refused(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
     """Runs as it is given, and in float32 where torch refuses that: it has no half kernel.
 
     What is compiled or recorded cannot be tried, and runs in float32: the call that fails would stay there.
     """
     given = args, kwargs
+
+    def cast(tensor: Tensor) -> Tensor:
+        is_half = tensor.dtype is torch.complex32 and tensor.device.type in CASTS.device_types
+        return tensor.to(torch.complex64) if is_half else widen(tensor)
+
     if torch.compiler.is_compiling() or is_recorded():
-        args, kwargs = cast_tree(given, widen)  # type: ignore[misc]
+        args, kwargs = cast_tree(given, cast)  # type: ignore[misc]
         return original(*args, **kwargs)
     try:
         return original(*args, **kwargs)
     except RuntimeError as error:  # NotImplementedError is one, too
-        wide = cast_tree(given, widen)
+        wide = cast_tree(given, cast)
         if wide is given or isinstance(error, (torch.OutOfMemoryError, torch.linalg.LinAlgError)):
             raise
     args, kwargs = wide  # type: ignore[misc]
@@ -48,6 +73,11 @@ def on_cpu(original: Function, widen: TensorCast, *args: object, **kwargs: objec
 
     args, kwargs = cast_tree((args, kwargs), cast)  # type: ignore[misc]
     return original(*args, **kwargs)
+
+
+def complex_on_cpu(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
+    """Runs in float32 on a CPU, and elsewhere where torch refuses the type."""
+    return where_refused(functools.partial(on_cpu, original, widen), widen, *args, **kwargs)
 
 
 def rrelu(original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object) -> object:
@@ -75,11 +105,9 @@ def matrix_power(original: Function, widen: TensorCast, *args: object, **kwargs:
     return result
 
 
-def ipow(original: Function, widen: TensorCast, input: Tensor, exponent: object) -> object:
-    """Gives a new float32 tensor for a half one, as an operator may; others are written in place."""
-    if input.dtype in HALF_TYPES and _is_cast(input):
-        return torch.pow(widen(input), exponent)  # never in place: the cast of a parameter is kept
-    return original(input, exponent)
+def is_half(value: object) -> bool:
+    """Whether a value is a half tensor that casts are for."""
+    return _is_cast(value) and value.dtype in HALF_TYPES  # type: ignore[attr-defined]
 
 
 def _is_cast(value: object) -> bool:
@@ -101,7 +129,8 @@ def local_response_norm(
     original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object
 ) -> object:
     """Runs in float32 if there is anything to normalize."""
-    return original(widen(input) if input.numel() else input, *args, **kwargs)
+    is_empty = isinstance(input, Tensor) and not input.numel()  # torch.fx gives what stands for a tensor
+    return original(input if is_empty else widen(input), *args, **kwargs)
 
 
 def cpu(original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object) -> object:
@@ -110,9 +139,8 @@ def cpu(original: Function, widen: TensorCast, input: Tensor, *args: object, **k
     Torch moves tensors to bring them back, as `save_on_cpu` does, or to store them. Dynamo compiles only
     a program's own calls.
     """
-    is_ours = input.dtype in HALF_TYPES and input.device.type in CASTS.device_types
     # 2: the wrapper, which the caller called.
-    if is_ours and (torch.compiler.is_dynamo_compiling() or not _is_internal(sys._getframe(2).f_back)):
+    if is_half(input) and (torch.compiler.is_dynamo_compiling() or not _is_internal(sys._getframe(2).f_back)):
         # Never the cached cast of a parameter: who asked for a copy may write into it.
         input = widen(input.view_as(input) if isinstance(input, Parameter) else input)
     return original(input, *args, **kwargs)
@@ -160,7 +188,7 @@ CUSTOM_CASTS: dict[str, Function] = {
     **dict.fromkeys(("avg_pool3d", "i1", "i1e", "matrix_exp"), on_cpu),
     "rrelu": rrelu,
     "matrix_power": matrix_power,
-    "__ipow__": ipow,
+    "complex": complex_on_cpu,
     "sum_to_size": sum_to_size,
     "local_response_norm": local_response_norm,
     "cpu": cpu,

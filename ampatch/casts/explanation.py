@@ -20,7 +20,7 @@ MEANING = {
     Cast.FP32: "its floating arguments are cast to float32",
     Cast.PROMOTE: "its floating arguments are cast to the widest type among them",
     Cast.MATCH_SELF: "its floating arguments are cast to the type of the tensor that is written to",
-    Cast.FP32_INPLACE: "raises on a half tensor, which cannot hold the float32 result",
+    Cast.FP32_INPLACE: "computed in float32; what is written into a half tensor is rounded once",
     Cast.BANNED: "raises if an argument is half; allow_banned=True casts it to float32",
     Cast.CUSTOM: "no single cast fits: as the reason says",
 }
@@ -71,7 +71,7 @@ class Name:
             Cast.FP32: ("float32", "float32", "float32"),
             Cast.PROMOTE: ("float32", half, "float32"),
             Cast.MATCH_SELF: ("float32", half, "type of self"),
-            Cast.FP32_INPLACE: ("float32", RAISES, "as self"),
+            Cast.FP32_INPLACE: ("float32", "float32", "float32"),
             Cast.BANNED: ("float32", RAISES, RAISES),
             Cast.CUSTOM: (SEE, SEE, SEE),
         }[self.cast]

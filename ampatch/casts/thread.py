@@ -92,15 +92,27 @@ class ThreadState(threading.local):
         return caller["off"] > caller["_asks"]
 
     def begin_step(self, frame: FrameType) -> None:
-        """Turns casts off for the length of an optimizer's step."""
-        self.end_step()
-        self._step = frame
-        self.off += 1
+        """Turns casts off for the length of an optimizer's step; of two, the outer one counts."""
+        if self._step is None or not is_running(self._step):
+            self._set_step(frame)
 
-    def end_step(self) -> None:
-        """Turns casts on again after a step."""
-        self.off -= self._step is not None
-        self._step = None
+    def end_step(self, frame: FrameType) -> None:
+        """Turns casts on again after the step that this call runs."""
+        if self._step is frame:
+            self._set_step(None)
+
+    def call_closure(self, closure: Callable[..., Result], *args: object, **kwargs: object) -> Result:
+        """Calls a closure inside of a step, with casts as they were before the step."""
+        step = self._step
+        self._set_step(None)
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            self._set_step(step)
+
+    def _set_step(self, frame: FrameType | None) -> None:
+        self.off += (frame is not None) - (self._step is not None)
+        self._step = frame
 
     def push(self, forward: Forward) -> None:
         """Notes that a forward begins."""
@@ -123,7 +135,7 @@ class ThreadState(threading.local):
 
     def reset(self) -> None:
         """Forgets all forwards, the step and blocks of `torch.autocast`."""
-        self.end_step()
+        self._set_step(None)
         while self._autocasts:
             self.exit_autocast(self._autocasts[-1][0])
         while self.forwards:
@@ -141,7 +153,7 @@ class ThreadState(threading.local):
         A forward is pushed only onto running ones, so that those around a running one run as well.
         """
         if self._step is not None and not is_running(self._step):
-            self.end_step()
+            self._set_step(None)
         before = self.forwards
         while self.forwards and not is_running(self.forwards[-1].frame):
             self._drop_innermost()

@@ -13,8 +13,15 @@ from torch.nn import Parameter
 from ampatch.casts.cast import CASTS, Casts, cast_eligible
 from ampatch.casts.cast_cache import is_grad_enabled
 from ampatch.casts.cast_counter import CastCounter
-from ampatch.casts.cast_tree import TensorCast, cast_listed, cast_tree, may_hold_tensors
-from ampatch.casts.custom import CUSTOM_CASTS, leave_elementwise, where_refused
+from ampatch.casts.cast_tree import SIMPLE, TensorCast, cast_listed, cast_tree, have_one_dtype
+from ampatch.casts.custom import (
+    CUSTOM_CASTS,
+    is_half,
+    leave_elementwise,
+    where_refused,
+    write_in_place,
+    write_out,
+)
 from ampatch.casts.kernels import use_kernel
 from ampatch.errors import BannedFunctionError
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
@@ -22,8 +29,6 @@ from ampatch.levels.private import count_modes, tracing_state
 from ampatch.table import Cast
 
 is_compiling = torch.compiler.is_dynamo_compiling
-
-SIMPLE = (type(None), int, float, bool, str, slice, type(...))  # of arguments that hold no tensor
 
 Function = Callable[..., object]
 Call = Callable[[tuple, dict], object]  # what a wrapper does with its arguments while casts are on
@@ -43,12 +48,13 @@ def wrap(
     """Returns `original` with its floating arguments cast as `kind` says.
 
     A plain function, not a wrapt wrapper: that one compares equal to what it wraps, so that Dynamo
-    takes it for the original and drops its casts. Two kinds of calls go through uncast: with `out=`, where a
-    cast result would be written where nobody looks, and of an FP32 function with `dtype=`, which says what
-    the function itself casts to. Tensors are looked for in lists and tuples, which is what torch's own
-    functions take, and in any container if the function is a user's (`is_users`). `trace` is told of each
-    cast, and `counter` counts them. `place` is the (module, qualified name) of the patched attribute, by
-    which the wrapper pickles.
+    takes it for the original and drops its casts. Two kinds of calls go through uncast: with `out=`, whose
+    type is the one that is wanted, and of an FP32 function with `dtype=`, which says what the function itself
+    casts to. But what an FP32 function writes into `out`, and one in place into its tensor, is computed in
+    float32, and rounded once into a half one. Tensors are looked for in lists and tuples, which is what
+    torch's own functions take, and in any container if the function is a user's (`is_users`). `trace` is told
+    of each cast, and `counter` counts them. `place` is the (module, qualified name) of the patched attribute,
+    by which the wrapper pickles.
     """
     name = ".".join(filter(None, place))
     uncast = _keep_uncast(original, place)
@@ -64,11 +70,13 @@ def wrap(
     dtype = half if kind is Cast.LOWER else torch.float32
     if kind not in (Cast.LOWER, Cast.FP32):
         wrapper = _guard(original, uncast, _CALLS[kind](original, name, get_cast))
+        if kind in (Cast.PROMOTE, Cast.MATCH_SELF):
+            wrapper = _look_first(original, wrapper)
     elif is_users:
         wrapper = _guard(original, uncast, _call_users(original, get_cast(dtype)))
     else:
         casts = Casts(*[watch(cast, dtype) for cast in cast_eligible(dtype)])
-        wrapper = _wrap_listed(original, uncast, dtype, casts, has_dtype=kind is Cast.FP32)
+        wrapper = _wrap_listed(original, uncast, dtype, casts)
         if counter is None and trace is None:  # these would not see what a kernel casts itself
             wrapper = use_kernel(wrapper, original, place[1].rpartition(".")[2], casts.any)
         if place[1] == "einsum":
@@ -137,6 +145,15 @@ def _guard(original: Function, uncast: Function, call: Call) -> Function:
     return wrapper
 
 
+def _look_first(original: Function, guarded: Function) -> Function:
+    """Calls a function at once where its arguments have one type: on or off, there is nothing to cast."""
+
+    def wrapper(*args, **kwargs):
+        return original(*args) if not kwargs and have_one_dtype(args) else guarded(*args, **kwargs)
+
+    return wrapper
+
+
 def _call_users(original: Function, cast: TensorCast) -> Call:
     def call(args: tuple, kwargs: dict) -> object:
         kwargs = {key: cast_tree(arg, cast) for key, arg in kwargs.items()}
@@ -145,13 +162,11 @@ def _call_users(original: Function, cast: TensorCast) -> Call:
     return call
 
 
-def _wrap_listed(
-    original: Function, uncast: Function, dtype: torch.dtype, casts: Casts, *, has_dtype: bool
-) -> Function:
+def _wrap_listed(original: Function, uncast: Function, dtype: torch.dtype, casts: Casts) -> Function:
     """Wraps a function of torch's that has LOWER or FP32 in the tables: nearly every call that is cast."""
-    thread, sources = CASTS.thread, ELIGIBLE - {dtype}
+    thread, sources, is_wide = CASTS.thread, ELIGIBLE - {dtype}, dtype is torch.float32
     cast, cast_tensor, cast_parameter = casts
-    if dtype is torch.float32:
+    if is_wide:
         cast_parameter = cast  # most weights are float32: their type is looked at first
 
     def cast_item(tensor: Tensor) -> Tensor:
@@ -161,8 +176,10 @@ def _wrap_listed(
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
         if kwargs:
-            if kwargs.get("out") is not None or (has_dtype and kwargs.get("dtype") is not None):
+            if is_wide and kwargs.get("dtype") is not None:
                 return original(*args, **kwargs)
+            if kwargs.get("out") is not None:
+                return write_out(original, cast, *args, **kwargs) if is_wide else original(*args, **kwargs)
             kwargs = {key: cast_listed(arg, cast) for key, arg in kwargs.items()}
         is_usual = is_grad_enabled() or thread.forwards
         if is_compiling() or not is_usual or tracing_state() is not None or count_modes():
@@ -179,22 +196,6 @@ def _wrap_listed(
         return original(*cast_args, **kwargs)
 
     return wrapper
-
-
-def _have_one_dtype(args: tuple) -> bool:
-    """Whether a quick look shows that arguments have no two dtypes of ours: there is nothing to cast."""
-    first = None
-    for arg in args:
-        if isinstance(arg, Tensor):
-            dtype = arg.dtype
-            if dtype is first or dtype not in ELIGIBLE:
-                continue
-            if first is not None:
-                return False
-            first = dtype
-        elif type(arg) not in SIMPLE and (not isinstance(arg, (list, tuple)) or may_hold_tensors(arg)):
-            return False
-    return True
 
 
 def _eligible_dtypes(values: object) -> set[torch.dtype]:
@@ -214,7 +215,7 @@ def _call_promote(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        if (not kwargs and _have_one_dtype(args)) or len(_eligible_dtypes((args, kwargs))) < 2:
+        if len(_eligible_dtypes((args, kwargs))) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
         args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
@@ -231,8 +232,6 @@ def _call_match_self(original: Function, name: str, get_cast: GetCast) -> Call:
     casts = {dtype: get_cast(dtype) for dtype in ELIGIBLE}
 
     def call(args: tuple, kwargs: dict) -> object:
-        if not kwargs and _have_one_dtype(args):
-            return original(*args)
         target = _find_self(args, kwargs)
         if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
             args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc,assignment]
@@ -242,17 +241,20 @@ def _call_match_self(original: Function, name: str, get_cast: GetCast) -> Call:
 
 
 def _call_in_place(original: Function, name: str, get_cast: GetCast) -> Call:
-    functional = name.rpartition(".")[2].rstrip("_")
+    functional, widen = name.rpartition(".")[2].rstrip("_"), get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
         target = _find_self(args, kwargs)
-        is_half = isinstance(target, Tensor) and target.dtype in HALF_TYPES
-        if is_half and target.device.type in CASTS.device_types:
-            raise BannedFunctionError(
-                f"{name} was called on a {target.dtype} tensor: it runs in float32, and the result "
-                f"cannot be written into a half tensor; use {functional}, which returns a new one"
-            )
-        return original(*args, **kwargs)
+        if not is_half(target) or kwargs.get("dtype") is not None:
+            return original(*args, **kwargs)
+        if not CASTS.bans_in_place:
+            return write_in_place(original, widen, *args, **kwargs)
+        if name.endswith("__ipow__"):
+            return torch.pow(*args, **kwargs)  # an operator may return a new tensor
+        raise BannedFunctionError(
+            f"{name} was called on a {target.dtype} tensor: it runs in float32, and the result "  # type: ignore[attr-defined]
+            f"cannot be written into a half tensor; use {functional}, which returns a new one"
+        )
 
     return call
 

@@ -80,6 +80,12 @@ _CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for opti
 
 OPS = Private("_ops.OpOverload", _OPS), Private("_ops.OpOverloadPacket", _OPS)
 BACKWARDS = Private("_library.custom_ops.CustomOpDef", _OPS), Private("_library.autograd.Info", _OPS)
+FUNCTIONS_IN_SCRIPTS = (  # by which TorchScript gets to know a function
+    FIND_BUILTIN := Private("jit._builtins._find_builtin", _SCRIPTS),
+    Private("jit._recursive.try_compile_fn", _SCRIPTS),
+    Private("jit._script._get_overloads", _SCRIPTS),
+    Private("_jit_internal._try_get_dispatched_fn", _SCRIPTS),
+)
 EAGER = (
     GRAPH_TASK := Private("_C._current_graph_task_id", _LATE_WRITES),
     USE_COUNT := Private("_C._storage_Use_Count", "casts of weights are made again in each iteration"),
@@ -99,8 +105,7 @@ EAGER = (
     UPDATE_SCALE := Private("_amp_update_scale_", _SCALE),
     GROUP := Private("utils._foreach_utils._group_tensors_by_device_and_dtype", _SCALE),
     QUALIFY := Private("fx.graph._get_qualified_name", "functions in generated code of torch.fx stay uncast"),
-    FIND_BUILTIN := Private("jit._builtins._find_builtin", _SCRIPTS),
-    COMPILE_FUNCTION := Private("jit._recursive.try_compile_fn", _SCRIPTS),
+    *FUNCTIONS_IN_SCRIPTS,
     SCRIPT_MODULE := Private("jit._recursive.create_script_module", _SCRIPTS),
     ENTER_AUTOCAST := Private(
         "amp.autocast_mode._enter_autocast", "compiled functions may ignore torch.autocast(enabled=False)"

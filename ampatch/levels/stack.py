@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from threading import RLock
 from types import FrameType
@@ -60,6 +62,18 @@ class StepLock:
         """Begins a step, once no other thread changes anything."""
         with self._lock:
             self.step = frame
+
+
+def wrap_closure(args: tuple, kwargs: dict, run: Callable[..., object]) -> tuple[tuple, dict] | None:
+    """Returns the arguments of a step, with `run(closure)` in place of its closure; None where it has none.
+
+    Hooks of `step` see the optimizer itself as the first argument.
+    """
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": functools.partial(run, kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], functools.partial(run, args[1]), *args[2:]), kwargs
+    return None
 
 
 def find_line() -> Line:

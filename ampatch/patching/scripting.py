@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from ampatch.casts.cast import CASTS
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.levels.private import COMPILE_FUNCTION, FIND_BUILTIN, SCRIPT_MODULE
+from ampatch.levels.private import FIND_BUILTIN, FUNCTIONS_IN_SCRIPTS, SCRIPT_MODULE
 from ampatch.patching.patcher import Patcher, SessionPatch, peel
 
 UNCAST = (
@@ -37,7 +37,7 @@ class ScriptModels(SessionPatch):
         """Replaces the functions by which TorchScript gets to know another one, or a module."""
         self._has_said = False
         FIND_BUILTIN.find(len)("")  # which makes a table of torch's namespace as it is now: before any patch
-        for name in (FIND_BUILTIN, COMPILE_FUNCTION):
+        for name in FUNCTIONS_IN_SCRIPTS:
             if not name.is_missing():
                 patcher.replace(*name.find_place(), _take_original(name.find()))
         if not SCRIPT_MODULE.is_missing():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampatch import lists
@@ -16,6 +18,7 @@ from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpValueError
 from ampatch.levels.policy import Policy
+from ampatch.levels.stack import wrap_closure
 from ampatch.patching import compiling
 from ampatch.patching.bound_names import BoundNames, GraphNames
 from ampatch.patching.layers import allow_fast_path, allow_half_input, patch_autocast
@@ -24,6 +27,25 @@ from ampatch.patching.patcher import Patcher, Place, SessionPatch, peel, place_r
 from ampatch.patching.registration import Registration, bind
 from ampatch.patching.scripting import say_scripted
 from ampatch.table import Row
+
+
+def ban_in_place() -> None:
+    """Has FP32 functions in place raise on half tensors, as apex's did, until torch is no longer patched."""
+    CASTS.bans_in_place = True
+
+
+def _begin_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
+    """Turns casts off in the step of any optimizer, but not in its closure."""
+    # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a
+    # closure may run inside it.
+    CASTS.end_casts(optimizer)
+    CASTS.thread.begin_step(sys._getframe(1))
+    return wrap_closure(args, kwargs, CASTS.thread.call_closure)
+
+
+def _end_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    CASTS.thread.end_step(sys._getframe(1))
+    CASTS.end_casts(optimizer)
 
 
 class TorchPatch(SessionPatch):
@@ -59,7 +81,7 @@ class TorchPatch(SessionPatch):
         Functions that the models keep by names of their own are patched there as well. `undo` receives
         the way back, step by step.
         """
-        undo.callback(CASTS.narrow, set(CASTS.device_types), CASTS.allow_banned)
+        undo.callback(CASTS.narrow, set(CASTS.device_types), CASTS.allow_banned, CASTS.bans_in_place)
         CASTS.device_types.update(device_types)
         CASTS.allow_banned |= policy.allow_banned
         is_first = self._patcher is None
@@ -80,10 +102,8 @@ class TorchPatch(SessionPatch):
         undo.callback(self._names.close)
         patcher = self._begin(undo)
         CASTS.half = policy.half
-        # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a
-        # closure may run inside it.
-        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            undo.callback(register(lambda optimizer, *_: CASTS.end_casts(optimizer)).remove)
+        undo.callback(register_optimizer_step_pre_hook(_begin_step).remove)
+        undo.callback(register_optimizer_step_post_hook(_end_step).remove)
         self._patch_rows(patcher, policy, trace)
         patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input())
         patcher.replace(torch.backends.mha, "get_fastpath_enabled", allow_fast_path())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 
@@ -168,11 +168,14 @@ class Session(Surroundings):
         if not torch.compiler.is_dynamo_compiling():  # graphs keep no casts; a count would be a guard
             self.casts.end_iteration()
 
-    def enter_step(self, frame: FrameType) -> None:
+    def begin_step(self, frame: FrameType) -> None:
         self.casts.thread.begin_step(frame)
 
-    def leave_step(self) -> None:
-        self.casts.thread.end_step()
+    def end_step(self, frame: FrameType) -> None:
+        self.casts.thread.end_step(frame)
+
+    def call_closure(self, closure: Callable[..., object], *args: object, **kwargs: object) -> object:
+        return self.casts.thread.call_closure(closure, *args, **kwargs)
 
     # Finding
 

@@ -120,11 +120,15 @@ class Surroundings:
         """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
         return None
 
-    def enter_step(self, frame: FrameType) -> None:
-        """The optimizer is about to read gradients and write weights, in this frame."""
+    def begin_step(self, frame: FrameType) -> None:
+        """A wrapper around an optimizer begins a step, in this frame."""
 
-    def leave_step(self) -> None:
-        """It has done so, or is about to call a closure."""
+    def end_step(self, frame: FrameType) -> None:
+        """That step has ended."""
+
+    def call_closure(self, closure: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Calls the closure of such a step."""
+        return closure(*args, **kwargs)
 
     def begin_block(self, is_scaled: bool) -> None:
         """A block begins; its gradients are multiplied by a scale, or are not."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import MethodType
 
 from torch.optim import Optimizer
 
+from ampatch.levels.stack import wrap_closure
 from ampatch.levels.undo import weakly
 from ampatch.steps.optimizer import AmpOptimizer
 
@@ -87,7 +89,8 @@ class WholeStep:
             return self._step(*args, **kwargs)
         # As the hooks of a step: those that run inside of it find that it has begun already.
         changed = amp.before_step(amp.optimizer, (owner, *args), kwargs)
-        (_, *args), kwargs = changed or ((owner, *args), kwargs)  # type: ignore[assignment]
+        if changed is not None:
+            (_, *args), kwargs = wrap_closure(*changed, amp.around.call_closure)  # type: ignore[misc]
         result = None
         if amp.was_skipped():
             amp.optimizer._opt_called = True  # or its scheduler takes the step for one that was forgotten
@@ -96,7 +99,9 @@ class WholeStep:
                 amp.show_grads()
                 averager.average_parameters(params=amp.optimizer.param_groups)
         else:
+            amp.around.begin_step(frame := sys._getframe())  # which is more than the optimizer's own
             result = self._step(*args, **kwargs)
+            amp.around.end_step(frame)
         amp.after_step(amp.optimizer, (), {})
         return result
 

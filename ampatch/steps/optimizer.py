@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
-from ampatch.levels.stack import is_running
+from ampatch.levels.stack import is_running, wrap_closure
 from ampatch.levels.undo import refer
 from ampatch.steps.call import Call
 from ampatch.steps.captured import CapturedBlock, CapturedGrads, capture_step, enter_capture
@@ -26,7 +26,7 @@ from ampatch.steps.masters.params import MasterParams, NoMasters
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.ranks import Agreement
 from ampatch.steps.scaler import Scale
-from ampatch.steps.step import SkipStep, wrap_closure
+from ampatch.steps.step import SkipStep
 
 
 class AmpOptimizer:
@@ -44,7 +44,7 @@ class AmpOptimizer:
         self.masters = masters
         self._lock, has_none = masters.lock, isinstance(masters, NoMasters)
         self._grads = (NoMasterGrads if has_none else MasterGrads)(masters.pairs)
-        self._around, self._events = around, around.events
+        self.around, self._events = around, around.events
         self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
@@ -223,20 +223,17 @@ class AmpOptimizer:
         self._events.step_begins(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
-        self._captured = self._around.capture()
+        self._captured = self.around.capture()
         enter_capture(self, self._captured, is_step=True)
-        changed = wrap_closure(args, kwargs, functools.partial(functools.partial, self._evaluate, optimizer))
+        changed = wrap_closure(args, kwargs, functools.partial(self._evaluate, optimizer))
         self._before_update(optimizer, evaluates=changed is not None)
-        self._around.enter_step(self._lock.step)
         return changed
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
-        """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""
-        self._around.leave_step()
+        """Runs a closure inside a step: on the current weights, its gradients unscaled."""
         self.masters.copy_to_model()
         result = closure()
         self._before_update(optimizer)
-        self._around.enter_step(self._lock.step)
         return result
 
     def _before_update(self, optimizer: Optimizer, *, evaluates: bool = False) -> None:
@@ -260,7 +257,6 @@ class AmpOptimizer:
         self._grads.drop()  # first, because rounding may need memory
         self.masters.end_step(optimizer)
         self._lock.step = None
-        self._around.leave_step()
         if self._captured is None:
             self._events.step_ended(self)
         else:

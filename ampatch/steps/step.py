@@ -1,26 +1,14 @@
-"""One step of an optimizer: its closure, and how it is skipped after an overflow."""
+"""One step of an optimizer: how it is skipped after an overflow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.steps.outcome import BackwardOutcome
-
-
-def wrap_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]) -> tuple | None:
-    """Returns the arguments of `step` with their closure wrapped, None where there is none.
-
-    Hooks of `step` see the optimizer itself as the first argument.
-    """
-    if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], wrap(args[1]), *args[2:]), kwargs
-    return None
 
 
 class SkipStep:

@@ -156,8 +156,8 @@ class _Check:
         """Raises AmpValueError for what cannot be checked."""
         if is_open():
             raise amp.AmpValueError("a session is open already: assert_casts opens one of its own")
-        if self.expect is Cast.CUSTOM:
-            raise amp.AmpValueError("expect=Cast.CUSTOM says nothing about types: give a dtype, or None")
+        if self.expect in (Cast.CUSTOM, Cast.FP32_INPLACE):
+            raise amp.AmpValueError(f"expect={self.expect} says nothing about types: give a dtype, or None")
         if not _floating(arguments):
             raise amp.AmpValueError("no argument is a floating tensor: there is nothing to cast")
 
@@ -186,7 +186,6 @@ class _Check:
             Cast.FP32: (torch.float32, False),
             Cast.PROMOTE: (torch.float32 if len(set(dtypes)) > 1 else None, False),
             Cast.MATCH_SELF: (dtypes[0], False),
-            Cast.FP32_INPLACE: (None, dtypes[0] in HALVES),
             Cast.BANNED: (None, any(dtype in HALVES for dtype in dtypes)),
         }[kind]
 

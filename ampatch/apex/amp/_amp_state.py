@@ -17,6 +17,7 @@ from ampatch.apex.amp._process_optimizer import detach
 from ampatch.apex.amp.handle import AmpHandle, NoOpHandle
 from ampatch.apex.amp.scaler import LossScaler
 from ampatch.levels.ranks import has_ranks
+from ampatch.patching.torch_patch import ban_in_place
 
 master_params = amp.master_params
 DEFAULTS = (
@@ -162,6 +163,8 @@ class AmpState(amp.Observer):
     def on_initialize(self, policy: amp.Policy) -> None:
         """Shows the options of an enabled call."""
         self.was_enabled = True
+        if policy.patch_torch_functions_type is torch.float16:
+            ban_in_place()
         handle = getattr(self, "handle", NoOpHandle())
         if policy.patch_torch_functions and not handle.is_active():
             handle = AmpHandle()

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import ampatch as amp
 from ampatch.doctor.instruments.places import Models, Standing
 from ampatch.doctor.instruments.values import quiet, tensors_in
+from ampatch.levels.stack import wrap_closure
 from ampatch.patching.patcher import Patcher
 
 
@@ -260,7 +261,7 @@ class Clock(ScalerInUse):
 
     def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._begin(optimizer)
-        return with_closure(args, kwargs, functools.partial(self._run_closure, optimizer))
+        return wrap_closure(args, kwargs, functools.partial(self._run_closure, optimizer))
 
     def _run_closure(self, optimizer: Optimizer, closure: Callable[..., object], *args, **kwargs) -> object:
         self.part = "input"
@@ -279,12 +280,3 @@ class Clock(ScalerInUse):
             return step(scaler, optimizer, *args, **kwargs)
         finally:
             self._end(optimizer)
-
-
-def with_closure(args: tuple, kwargs: dict, run: Callable[..., object]) -> tuple[tuple, dict] | None:
-    """Returns the arguments of a step, with `run(closure)` for its closure; None where it has none."""
-    given = [*args[1:], *kwargs.values()]  # hooks see the optimizer first
-    if not any(map(callable, given)):
-        return None
-    new = [functools.partial(run, each) if callable(each) else each for each in given]
-    return (args[0], *new[: len(args) - 1]), dict(zip(kwargs, new[len(args) - 1 :], strict=True))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import with_closure, wrap
+from ampatch.doctor.instruments.clock import wrap
 from ampatch.doctor.instruments.places import frames, parameters_of
 from ampatch.doctor.instruments.values import is_finite, node_of, random_of, tensors_in
 from ampatch.doctor.instruments.watch import Attempt
@@ -29,6 +29,7 @@ from ampatch.doctor.live.record import Backward, Forward, Mode, Record, capture,
 from ampatch.doctor.live.state import State, take
 from ampatch.doctor.live.tape import Tape
 from ampatch.levels.private import RUN_BACKWARD
+from ampatch.levels.stack import wrap_closure
 
 SCALE_EVERY = 100  # attempts, between two looks at the scale of a GradScaler on a GPU, which wait for it
 
@@ -203,7 +204,7 @@ class Watcher:
         self._frame = sys._getframe(1)
         if self._waiting:
             self._resolve()
-        changed = with_closure(args, kwargs, functools.partial(self._look_after, optimizer))
+        changed = wrap_closure(args, kwargs, functools.partial(self._look_after, optimizer))
         if changed is None:
             self._look(optimizer)
         return changed
