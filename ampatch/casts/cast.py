@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampatch.casts.cast_cache import CONVERT, CastCache
-from ampatch.casts.cast_tree import TensorCast
+from ampatch.casts.cast_tree import TensorCast, cast_tree
 from ampatch.casts.thread import Forward, ThreadState
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.private import graph_task
+
+Function = Callable[..., object]
+Call = Callable[[tuple, dict], object]  # what a wrapper does with its arguments while casts are on
 
 # Bound here: after a backward the machine has forgotten all of this, and each look-up costs a microsecond.
 _is_distributed = torch.distributed.is_initialized if torch.distributed.is_available() else bool
@@ -144,6 +148,10 @@ class CastState:
         graphs = [ref() for ref in self._graphs]
         return any(graph is None or graph.was_used for graph in graphs)
 
+    def hand_over(self, original: Function, call: Call, args: tuple, kwargs: dict) -> object:
+        """Calls a function that a class or a mode overrides; replaced while torch is patched."""
+        return call(args, kwargs)
+
     def narrow(self, device_types: set[str], allow_banned: bool, bans_in_place: bool) -> None:
         """Casts no more than before: on these devices, banned functions and those in place, or not."""
         self.device_types.intersection_update(device_types)
@@ -192,3 +200,16 @@ def cast_eligible(dtype: torch.dtype) -> Casts:
         return convert(tensor) if tensor.device in devices or is_on_device(tensor) else tensor
 
     return Casts(cast, cast_plain_tensor, cache.cast_plain)
+
+
+def eligible_dtypes(values: object) -> set[torch.dtype]:
+    """The types of the tensors in a tree that a cast may touch."""
+    found: set[torch.dtype] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dtype in ELIGIBLE and tensor.device.type in CASTS.device_types:
+            found.add(tensor.dtype)
+        return tensor
+
+    cast_tree(values, note)
+    return found

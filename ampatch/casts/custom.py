@@ -19,6 +19,7 @@ from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 Function = Callable[..., object]
 
 _PACKAGES = ("torch", "ampatch")
+_WRAPPERS = ("ampatch.casts.wrapper", "ampatch.patching.torch_features")
 _TO_NUMPY = "torch.utils.tensorboard"  # which hands what it is given to numpy
 
 
@@ -139,11 +140,18 @@ def cpu(original: Function, widen: TensorCast, input: Tensor, *args: object, **k
     Torch moves tensors to bring them back, as `save_on_cpu` does, or to store them. Dynamo compiles only
     a program's own calls.
     """
-    # 2: the wrapper, which the caller called.
-    if is_half(input) and (torch.compiler.is_dynamo_compiling() or not _is_internal(sys._getframe(2).f_back)):
+    if is_half(input) and (torch.compiler.is_dynamo_compiling() or not _is_internal(_find_caller())):
         # Never the cached cast of a parameter: who asked for a copy may write into it.
         input = widen(input.view_as(input) if isinstance(input, Parameter) else input)
     return original(input, *args, **kwargs)
+
+
+def _find_caller() -> FrameType | None:
+    """What called the wrapper that runs `cpu`, itself or by what hands an overridden function over."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame and frame.f_globals.get("__name__") in _WRAPPERS:
+        frame = frame.f_back
+    return frame
 
 
 def _is_internal(caller: FrameType | None) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from types import MethodDescriptorType, WrapperDescriptorType
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import has_torch_function
 
-from ampatch.casts.cast import CASTS, Casts, cast_eligible
+from ampatch.casts.cast import CASTS, Call, Casts, Function, cast_eligible, eligible_dtypes
 from ampatch.casts.cast_cache import is_grad_enabled
 from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.cast_tree import SIMPLE, TensorCast, cast_listed, cast_tree, have_one_dtype
@@ -30,8 +32,8 @@ from ampatch.table import Cast
 
 is_compiling = torch.compiler.is_dynamo_compiling
 
-Function = Callable[..., object]
-Call = Callable[[tuple, dict], object]  # what a wrapper does with its arguments while casts are on
+METHODS = (MethodDescriptorType, WrapperDescriptorType)  # of Tensor, written in C
+
 GetCast = Callable[[torch.dtype], TensorCast]
 
 
@@ -48,13 +50,12 @@ def wrap(
     """Returns `original` with its floating arguments cast as `kind` says.
 
     A plain function, not a wrapt wrapper: that one compares equal to what it wraps, so that Dynamo
-    takes it for the original and drops its casts. Two kinds of calls go through uncast: with `out=`, whose
-    type is the one that is wanted, and of an FP32 function with `dtype=`, which says what the function itself
-    casts to. But what an FP32 function writes into `out`, and one in place into its tensor, is computed in
-    float32, and rounded once into a half one. Tensors are looked for in lists and tuples, which is what
-    torch's own functions take, and in any container if the function is a user's (`is_users`). `trace` is told
-    of each cast, and `counter` counts them. `place` is the (module, qualified name) of the patched attribute,
-    by which the wrapper pickles.
+    takes it for the original and drops its casts. Two kinds of calls go through uncast: with `out=`, where a
+    cast result would be written where nobody looks, and of an FP32 function with `dtype=`, which says what
+    the function itself casts to. Tensors are looked for in lists and tuples, which is what torch's own
+    functions take, and in any container if the function is a user's (`is_users`). `trace` is told of each
+    cast, and `counter` counts them. `place` is the (module, qualified name) of the patched attribute, by
+    which the wrapper pickles.
     """
     name = ".".join(filter(None, place))
     uncast = _keep_uncast(original, place)
@@ -68,12 +69,12 @@ def wrap(
         return watch(_without_grad(cast) if is_users else cast, dtype)
 
     dtype = half if kind is Cast.LOWER else torch.float32
+    # What a user's own function is given is his affair, whoever overrides functions of torch for it.
+    is_torchs = not is_users or type(original) in METHODS
     if kind not in (Cast.LOWER, Cast.FP32):
-        wrapper = _guard(original, uncast, _CALLS[kind](original, name, get_cast))
-        if kind in (Cast.PROMOTE, Cast.MATCH_SELF):
-            wrapper = _look_first(original, wrapper)
+        wrapper = _guard(original, uncast, _CALLS[kind](original, name, get_cast), is_torchs)
     elif is_users:
-        wrapper = _guard(original, uncast, _call_users(original, get_cast(dtype)))
+        wrapper = _guard(original, uncast, _call_users(original, get_cast(dtype)), is_torchs)
     else:
         casts = Casts(*[watch(cast, dtype) for cast in cast_eligible(dtype)])
         wrapper = _wrap_listed(original, uncast, dtype, casts)
@@ -99,14 +100,17 @@ def _keep_uncast(original: Function, place: tuple[str | None, str]) -> Function:
     graph has cast is not cast again. Where they are off, the graph must say so.
     """
     package, _, name = ".".join(filter(None, place)).partition(".")
-    if package != "torch" or name == "Tensor.__setitem__":  # which Dynamo traces as a statement
+    if package != "torch":
         return original
     return functools.partial(_call_original, original, name)
 
 
 def _call_original(original: Function, name: str, *args: object, **kwargs: object) -> object:
-    if torch.compiler.is_dynamo_compiling():
-        return call_uncast(name, *args, **kwargs)
+    if is_compiling():
+        is_statement = name == "Tensor.__setitem__"  # as Dynamo traces it
+        return original(*args, **kwargs) if is_statement else call_uncast(name, *args, **kwargs)
+    if has_torch_function(args) or (kwargs and has_torch_function(kwargs.values())):
+        return CASTS.hand_over(original, lambda args, kwargs: original(*args, **kwargs), args, kwargs)
     return original(*args, **kwargs)
 
 
@@ -131,7 +135,7 @@ def _without_grad(cast: TensorCast) -> TensorCast:
     return cast_without_grad
 
 
-def _guard(original: Function, uncast: Function, call: Call) -> Function:
+def _guard(original: Function, uncast: Function, call: Call, is_torchs: bool) -> Function:
     """Returns a wrapper that does what `call` does, but while casts are off and with `out=`."""
     thread = CASTS.thread
 
@@ -140,16 +144,11 @@ def _guard(original: Function, uncast: Function, call: Call) -> Function:
             return uncast(*args, **kwargs)
         if kwargs and kwargs.get("out") is not None:
             return original(*args, **kwargs)
+        if not is_torchs or is_compiling():
+            return call(args, kwargs)
+        if has_torch_function(args) or (kwargs and has_torch_function(kwargs.values())):
+            return CASTS.hand_over(original, call, args, kwargs)
         return call(args, kwargs)
-
-    return wrapper
-
-
-def _look_first(original: Function, guarded: Function) -> Function:
-    """Calls a function at once where its arguments have one type: on or off, there is nothing to cast."""
-
-    def wrapper(*args, **kwargs):
-        return original(*args) if not kwargs and have_one_dtype(args) else guarded(*args, **kwargs)
 
     return wrapper
 
@@ -172,18 +171,27 @@ def _wrap_listed(original: Function, uncast: Function, dtype: torch.dtype, casts
     def cast_item(tensor: Tensor) -> Tensor:
         return cast_parameter(tensor) if type(tensor) is Parameter else cast(tensor)
 
+    def call(args: tuple, kwargs: dict) -> object:
+        if kwargs.get("out") is not None:  # of a function that runs in float32
+            return write_out(original, cast, *args, **kwargs)
+        kwargs = {key: cast_listed(arg, cast) for key, arg in kwargs.items()}
+        return original(*[cast_listed(arg, cast) for arg in args], **kwargs)
+
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
-        if kwargs:
-            if is_wide and kwargs.get("dtype") is not None:
-                return original(*args, **kwargs)
-            if kwargs.get("out") is not None:
-                return write_out(original, cast, *args, **kwargs) if is_wide else original(*args, **kwargs)
-            kwargs = {key: cast_listed(arg, cast) for key, arg in kwargs.items()}
+        is_out = kwargs and kwargs.get("out") is not None
+        if kwargs and ((is_out and not is_wide) or (is_wide and kwargs.get("dtype") is not None)):
+            return original(*args, **kwargs)
+        if is_compiling():
+            return call(args, kwargs)
+        if has_torch_function(args) or (kwargs and has_torch_function(kwargs.values())):
+            return CASTS.hand_over(original, call, args, kwargs)
         is_usual = is_grad_enabled() or thread.forwards
-        if is_compiling() or not is_usual or tracing_state() is not None or count_modes():
-            return original(*[cast_listed(arg, cast) for arg in args], **kwargs)
+        if is_out or not is_usual or tracing_state() is not None or count_modes():
+            return call(args, kwargs)
+        if kwargs:
+            kwargs = {key: cast_listed(arg, cast) for key, arg in kwargs.items()}
         cast_args = []
         for arg in args:
             kind = type(arg)
@@ -198,24 +206,11 @@ def _wrap_listed(original: Function, uncast: Function, dtype: torch.dtype, casts
     return wrapper
 
 
-def _eligible_dtypes(values: object) -> set[torch.dtype]:
-    """The types of the tensors in a tree that a cast may touch."""
-    found: set[torch.dtype] = set()
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.dtype in ELIGIBLE and tensor.device.type in CASTS.device_types:
-            found.add(tensor.dtype)
-        return tensor
-
-    cast_tree(values, note)
-    return found
-
-
 def _call_promote(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        if len(_eligible_dtypes((args, kwargs))) < 2:
+        if (not kwargs and have_one_dtype(args)) or len(eligible_dtypes((args, kwargs))) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
         args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
@@ -232,6 +227,8 @@ def _call_match_self(original: Function, name: str, get_cast: GetCast) -> Call:
     casts = {dtype: get_cast(dtype) for dtype in ELIGIBLE}
 
     def call(args: tuple, kwargs: dict) -> object:
+        if not kwargs and have_one_dtype(args):
+            return original(*args)
         target = _find_self(args, kwargs)
         if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
             args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc,assignment]
@@ -263,7 +260,7 @@ def _call_banned(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        halves = _eligible_dtypes((args, kwargs)) & set(HALF_TYPES)
+        halves = eligible_dtypes((args, kwargs)) & set(HALF_TYPES)
         if halves and not CASTS.allow_banned:
             raise BannedFunctionError(
                 f"{name} was called on a {halves.pop()} tensor, where its logarithm is not safe: use "

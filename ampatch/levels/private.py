@@ -76,6 +76,7 @@ _COMPILED = "functions of torch.compile run as plain Python while torch is patch
 _WRAPPED = "ampatch doctor fails on models that are called in torch.func, and no post-mortem has their batch"
 _RECURRENT = "recurrent networks copy their half weights at each call on a GPU, and torch warns of it"
 _OPS = "ops of torch.library are cast inside, and may return other types than they declare"
+_OVERRIDES = "what overrides methods of Tensor is handed wrappers, and tables of libraries do not find them"
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for optimizers with masters"
 
 OPS = Private("_ops.OpOverload", _OPS), Private("_ops.OpOverloadPacket", _OPS)
@@ -115,6 +116,7 @@ EAGER = (
     DEFAULT_DEVICE := Private("_GLOBAL_DEVICE_CONTEXT", _LOSSES_THERE),
     RUN_BACKWARD := Private("autograd._engine_run_backward", _BACKWARDS),
     FLATTEN := Private("_cudnn_rnn_flatten_weight", _RECURRENT),
+    POP_MODE := Private("overrides._pop_mode_temporarily", _OVERRIDES),
     REENTRANT := Private("utils.checkpoint.CheckpointFunction", "reentrant checkpoints may recompute uncast"),
     *OPS,
     *BACKWARDS,
@@ -130,6 +132,11 @@ DYNAMO = (
     HANDLERS := Private("_dynamo.variables.builtin.BuiltinVariable.call_function_handler_cache", _COMPILED),
     ATTRIBUTE := Private("_dynamo.source.AttrSource", _COMPILED),
     BUILD := Private("_dynamo.variables.base.VariableTracker.build", _COMPILED),
+)
+
+# A table of torch's functions that a mode of its own keeps; made before any patch, where there is one.
+REFERENCES = Private(
+    "_prims.context.torch_to_refs_map", "torch._prims.context.TorchRefsMode misses functions"
 )
 
 # Looked up once their module is imported, which takes a second.

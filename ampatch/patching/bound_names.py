@@ -1,4 +1,4 @@
-"""Other names of torch's functions: those that a script bound before the patch, those in generated code."""
+"""Other names of torch's functions, by which scripts and libraries bound them before or after the patch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
 
 import torch
-from torch.fx import GraphModule
 from torch.nn import Module
 
-from ampatch.levels.private import QUALIFY
-from ampatch.patching.patcher import Patcher
+from ampatch.patching.references import References, Replacements
 
 Function = Callable[..., object]
 Models = Iterable[weakref.ref[Module]]
-Replacements = Mapping[int, tuple[object, object]]  # id of what is looked for: itself, what takes its place
 
 # Torch, and packages that patch it, need the functions that they keep: to work, or to undo.
 _LEFT_ALONE = frozenset({"ampatch", "functorch", "torch", "torchgen", "triton", "wrapt"})
@@ -44,6 +41,9 @@ class BoundNames:
         self._originals: weakref.WeakKeyDictionary[Function, object] = weakref.WeakKeyDictionary()
         self._wrappers: dict[int, tuple[object, Function]] = {}
         self._models: list[weakref.ref[Module]] = []  # and their parts, which may be taken out of them
+        self._counts: dict[int, int] = {}  # how many refer to each wrapper, when tables were looked for
+        self._seen: weakref.WeakSet[type] = weakref.WeakSet()  # what has overridden functions since
+        self._loaded = 0  # modules, at that time
 
     def add(self, original: object, wrapper: Function) -> None:
         """Notes what stands for a function now; of several wrappers the latest counts."""
@@ -56,6 +56,8 @@ class BoundNames:
         before = len(self._models)
         self._models += [weakref.ref(part) for model in models for part in model.modules()]
         _exchange(self._list_wrappers(), self._models[before:], in_modules=in_modules)
+        if in_modules:
+            self._counts = _count_references(self.list_wrappers())
         return functools.partial(self._forget, before)
 
     def follow_everywhere(self) -> None:
@@ -63,10 +65,45 @@ class BoundNames:
         _exchange(self._list_wrappers(), self._models)
 
     def close(self) -> None:
-        """Puts the originals back, also where a wrapper was bound since."""
+        """Puts the originals back, also where a wrapper was bound since.
+
+        The garbage collector is asked, which takes its time, only for wrappers that are held elsewhere.
+        """
         _exchange(self._list_originals(), self._models)
-        self._models.clear()
-        self._wrappers.clear()
+        for kept in (self._models, self._wrappers, self._counts, self._seen):
+            kept.clear()
+        self._loaded = 0
+        pairs = self.list_wrappers()
+        counts, (free,) = _count_references(pairs), _count_references([(lambda: None, None)]).values()
+        held = {id(pair[0]): pair for pair in pairs if counts[id(pair[0])] > free}
+        if held:
+            References(held).exchange()
+
+    def list_wrappers(self) -> list[tuple[Function, object]]:
+        """Returns the wrappers, each with its original."""
+        return list(self._originals.items())
+
+    def look_for_tables(self, kinds: set[type], original: object) -> None:
+        """Has tables with wrappers as keys find the originals, which torch is about to hand over.
+
+        A library that was imported while torch is patched has such tables. They are looked for when one of
+        `kinds` overrides a function for the first time, or after modules were loaded, and only where
+        more refer to a wrapper than before: one more to that of `original`, which is being called.
+        """
+        if self._seen.issuperset(kinds) and self._loaded == len(sys.modules):
+            return
+        self._seen.update(kinds)
+        self._loaded = len(sys.modules)
+        pairs = self.list_wrappers()
+        counts = _count_references(pairs)
+        held = {
+            id(pair[0]): pair
+            for pair in pairs
+            if counts[id(pair[0])] - (pair[1] is original) > self._counts.get(id(pair[0]), 0)
+        }
+        if held:
+            References(held, self._wrappers.values()).add_keys()
+        self._counts = counts
 
     def _forget(self, before: int) -> None:
         """Puts the originals back in all models but the first ones."""
@@ -77,11 +114,11 @@ class BoundNames:
 
     def _list_wrappers(self) -> Replacements:
         """What takes the place of originals, and of earlier wrappers of them."""
-        known = [(old, self._wrappers.get(id(original))) for old, original in list(self._originals.items())]
+        known = [(old, self._wrappers.get(id(original))) for old, original in self.list_wrappers()]
         return self._wrappers | {id(old): (old, latest[1]) for old, latest in known if latest is not None}
 
     def _list_originals(self) -> Replacements:
-        return {id(wrapper): (wrapper, original) for wrapper, original in list(self._originals.items())}
+        return {id(wrapper): (wrapper, original) for wrapper, original in self.list_wrappers()}
 
 
 class Search:
@@ -209,6 +246,11 @@ class _Static(staticmethod):
         return original is self.previous or original is getattr(self.previous, "__func__", None)
 
 
+def _count_references(pairs: list[tuple[object, object]]) -> dict[int, int]:
+    """How many references there are to the first of each pair, by its id."""
+    return {id(pair[0]): sys.getrefcount(pair[0]) for pair in pairs}
+
+
 def _exchange(replacements: Replacements, models: Models, in_modules: bool = True) -> None:
     search = Search(replacements)
     if in_modules:
@@ -240,43 +282,3 @@ def _is_installed(names: Mapping[str, object]) -> bool:
     """Whether these are the names of a module of an installed package."""
     file = str(names.get("__file__"))
     return "site-packages" in file or "dist-packages" in file
-
-
-class GraphNames:
-    """Has generated code call functions by their patched places, and not by where torch keeps a builtin.
-
-    That place, such as `torch._C._nn.linear`, stays unpatched: tensor subclasses are told that what is there
-    was called.
-    """
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-
-    def add(self, original: object, place: tuple[str | None, str]) -> None:
-        """Notes where a function is patched; of several places the first counts."""
-        if str(getattr(original, "__module__", None)).startswith("torch._C."):
-            self._names.setdefault(id(original), ".".join(filter(None, place)))
-
-    def open(self, patcher: Patcher) -> None:
-        """Replaces the function that names functions in generated code."""
-        original = QUALIFY.find()
-        if original is not None:
-            patcher.replace(
-                *QUALIFY.find_place(), lambda function: self._names.get(id(function)) or original(function)
-            )
-
-    def follow(self, models: Iterable[Module]) -> Callable[[], None]:
-        """Generates the code of models and their parts once more; returns the undo."""
-        followed = []
-        for module in [part for model in models for part in model.modules() if isinstance(part, GraphModule)]:
-            if any(id(node.target) in self._names for node in module.graph.nodes):
-                module.recompile()
-                followed.append(weakref.ref(module))
-        return lambda: self._unfollow(followed)
-
-    def _unfollow(self, modules: list[weakref.ref[GraphModule]]) -> None:
-        """Generates the code of modules as it was."""
-        names, self._names = self._names, {}
-        for module in [alive for reference in modules if (alive := reference()) is not None]:
-            module.recompile()
-        self._names = names

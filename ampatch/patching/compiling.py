@@ -1,4 +1,4 @@
-"""Lets torch.compile see the casts of tensor methods and operators, and forget graphs made without them."""
+"""Lets graphs see the casts of tensor methods and operators, and torch.compile forget those without them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import inspect
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from types import CodeType, FunctionType, ModuleType
 
 import torch
 import wrapt
 from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import Module
 
 from ampatch import lists
 from ampatch.casts.cast import CASTS
@@ -229,3 +232,42 @@ def _trace(tx, path, args, kwargs):
     for name in path:
         source, function = inside(source, name), getattr(function, name)
     return build(tx, function, source).call_function(tx, args, kwargs)
+
+
+class GraphNames:
+    """Has generated code call functions by their patched places, and not by where torch keeps a builtin.
+
+    That place, such as `torch._C._nn.linear`, stays unpatched: tensor subclasses are told that what is there
+    was called.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def add(self, original: object, place: tuple[str | None, str]) -> None:
+        """Notes where a function is patched; of several places the first counts."""
+        if str(getattr(original, "__module__", None)).startswith("torch._C."):
+            self._names.setdefault(id(original), ".".join(filter(None, place)))
+
+    def open(self, patcher: Patcher) -> None:
+        """Replaces the function that names functions in generated code."""
+        original = private.QUALIFY.find()
+        if original is not None:
+            place = private.QUALIFY.find_place()
+            patcher.replace(*place, lambda function: self._names.get(id(function)) or original(function))
+
+    def follow(self, models: Iterable[Module]) -> Callable[[], None]:
+        """Generates the code of models and their parts once more; returns the undo."""
+        followed = []
+        for module in [part for model in models for part in model.modules() if isinstance(part, GraphModule)]:
+            if any(id(node.target) in self._names for node in module.graph.nodes):
+                module.recompile()
+                followed.append(weakref.ref(module))
+        return lambda: self._unfollow(followed)
+
+    def _unfollow(self, modules: list[weakref.ref[GraphModule]]) -> None:
+        """Generates the code of modules as it was."""
+        names, self._names = self._names, {}
+        for module in [alive for reference in modules if (alive := reference()) is not None]:
+            module.recompile()
+        self._names = names

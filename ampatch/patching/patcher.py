@@ -85,9 +85,13 @@ class Patcher:
         taken = []
         for patch in reversed(self._patches):
             found = vars(patch.parent).get(patch.attribute, _ABSENT)
-            if found is patch.replacement:
+            if found is patch.previous:  # somebody has put that back
+                continue
+            if (
+                found is patch.replacement or found is patch.original
+            ):  # which a patch over ours may hold by now
                 _assign(patch.parent, patch.attribute, patch.previous)
-            elif found is not patch.previous:  # nor has somebody put that back
+            else:
                 taken.append(patch)
         self._patches = taken[::-1]
         self._originals = {(id(patch.parent), patch.attribute): patch.original for patch in taken}

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.utils.checkpoint
-from torch.nn import Module
+from torch import Tensor, overrides
+from torch.nn import Module, Parameter
 
-from ampatch.casts.cast import CASTS
+from ampatch.casts.cast import CASTS, Call, Function
 from ampatch.casts.thread import Forward
+from ampatch.casts.wrapper import METHODS
 from ampatch.errors import AmpValueError
-from ampatch.levels.private import REENTRANT
+from ampatch.levels.private import (
+    POP_MODE,
+    REENTRANT,
+    REFERENCES,
+    count_function_modes,
+    function_mode,
+    has_function_modes,
+)
+from ampatch.patching.bound_names import BoundNames
 from ampatch.patching.layers import widen_in_transforms
 from ampatch.patching.patcher import Patcher, SessionPatch, peel
 from ampatch.patching.scripting import is_ours
-
-Function = Callable[..., object]
-
 
 # What `checkpoint` calls: in torch 2.14, and before.
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -39,6 +47,7 @@ class TorchFeatures(SessionPatch):
 
     def patch(self, patcher: Patcher) -> None:
         """Patches what these features look up."""
+        keep_tables(patcher)
         patch_checkpoint(patcher)
         widen_in_transforms(patcher)
         name_originals(patcher)
@@ -62,6 +71,88 @@ def _call_with_original(dispatch: Function) -> Function:
         return dispatch(peel(function), relevant_args, *args, **kwargs)
 
     return call
+
+
+def keep_tables(patcher: Patcher) -> None:
+    """Has `torch.overrides` know a function by what stands in its place as well as by itself.
+
+    It makes tables of torch's functions when it is first asked, and keeps them: so before any patch.
+    """
+    overrides.is_tensor_method_or_property(Tensor.add)
+    REFERENCES.find(dict)()
+    for name in ("resolve_name", "is_tensor_method_or_property"):
+        patcher.replace(overrides, name, _of_original(getattr(overrides, name)))
+    table, keys = overrides.get_testing_overrides(), overrides.get_overridable_functions()
+    places = [place for place in keys if isinstance(place, (type, ModuleType))]
+
+    @functools.wraps(overrides.get_testing_overrides)
+    def get_testing_overrides() -> dict:
+        functions = [value for place in places for value in vars(place).values() if callable(value)]
+        wrappers = [(each, peel(each)) for each in functions if peel(each) is not each]
+        return table | {wrapper: table[original] for wrapper, original in wrappers if original in table}
+
+    patcher.replace(overrides, "get_testing_overrides", get_testing_overrides)
+
+
+def _of_original(look_up: Function) -> Function:
+    @functools.wraps(look_up)
+    def look_up_original(function: Function) -> object:
+        return look_up(peel(function))
+
+    return look_up_original
+
+
+def hand_over_originals(patcher: Patcher, names: BoundNames) -> None:
+    """Has what overrides functions of torch be handed the originals.
+
+    Torch keeps its functions in C and hands over those; but methods it looks up on Tensor, where the wrappers
+    are.
+    """
+
+    def hand_over(original: Function, call: Call, args: tuple, kwargs: dict) -> object:
+        others = [value for value in _list_values(args, kwargs) if _overrides(value)]
+        if not others and not has_function_modes():
+            return call(args, kwargs)  # only the mode of `set_default_device` is there
+        modes = [function_mode(index) for index in range(count_function_modes())]
+        names.look_for_tables(set(map(type, others + modes)), original)
+        are_tensors = all(isinstance(other, Tensor) for other in others)
+        with _Originals() if type(original) in METHODS and not POP_MODE.is_missing() else nullcontext():
+            # What others call in turn is cast, as under torch.autocast.
+            return call(args, kwargs) if are_tensors else original(*args, **kwargs)
+
+    patcher.replace(CASTS, "hand_over", hand_over)
+
+
+def _list_values(args: tuple, kwargs: dict) -> list:
+    """Arguments, and what is in lists and tuples among them."""
+    values = [*args, *kwargs.values()]
+    return [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+def _overrides(value: object) -> bool:
+    return type(value) not in (Tensor, Parameter) and hasattr(type(value), "__torch_function__")
+
+
+class _Originals(overrides.TorchFunctionMode):
+    """Passes what torch looked up on as what it was before the patch, to the next mode or to classes."""
+
+    def __torch_function__(
+        self, func: Function, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        kwargs, function, count = kwargs or {}, peel(func), count_function_modes()
+        if count:
+            # What that mode calls may go on to another, or to a class.
+            is_last = count == 1 and not types
+            with POP_MODE.find()() as mode, nullcontext() if is_last else _Originals():
+                result = mode.__torch_function__(function, types, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        for kind in types:  # in torch's order
+            first = next(value for value in _list_values(args, kwargs) if type(value) is kind)
+            result = first.__torch_function__(function, types, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return NotImplemented if count or types else function(*args, **kwargs)
 
 
 def refresh_compiled(patcher: Patcher) -> None:

@@ -20,12 +20,13 @@ from ampatch.errors import AmpValueError
 from ampatch.levels.policy import Policy
 from ampatch.levels.stack import wrap_closure
 from ampatch.patching import compiling
-from ampatch.patching.bound_names import BoundNames, GraphNames
+from ampatch.patching.bound_names import BoundNames
 from ampatch.patching.layers import allow_fast_path, allow_half_input, patch_autocast
 from ampatch.patching.library import leave_ops_uncast
 from ampatch.patching.patcher import Patcher, Place, SessionPatch, peel, place_rows, qualify
 from ampatch.patching.registration import Registration, bind
 from ampatch.patching.scripting import say_scripted
+from ampatch.patching.torch_features import hand_over_originals
 from ampatch.table import Row
 
 
@@ -56,7 +57,7 @@ class TorchPatch(SessionPatch):
         self._registrations: dict[tuple[int, str], Registration] = {}
         self._names = BoundNames()
         self._rows: tuple[object, list[tuple[Place, Row]]] = (None, [])
-        self._graph_names = GraphNames()
+        self._graph_names = compiling.GraphNames()
         self.counter: CastCounter | None = None  # of the casts of this session, if somebody asks
 
     def validate(self, policy: Policy) -> None:
@@ -98,9 +99,10 @@ class TorchPatch(SessionPatch):
 
     def _patch(self, policy: Policy, trace: Callable[[str], None] | None, undo: ExitStack) -> None:
         compiling.prepare_compiler()
-        undo.callback(compiling.restore_compiler)
         undo.callback(self._names.close)
+        undo.callback(compiling.restore_compiler)  # first: what is compiled holds wrappers
         patcher = self._begin(undo)
+        hand_over_originals(patcher, self._names)
         CASTS.half = policy.half
         undo.callback(register_optimizer_step_pre_hook(_begin_step).remove)
         undo.callback(register_optimizer_step_post_hook(_end_step).remove)

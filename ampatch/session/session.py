@@ -143,10 +143,10 @@ class Session(Surroundings):
     def _open_patches(self, request: Request, undo: ExitStack) -> None:
         """Patches what a session patches once, but for the functions that cast."""
         policy = request.policy
+        if policy.half is not None:
+            self._features.open(undo)  # first: torch makes tables of what it has
         if policy.master_weights or policy.patch_torch_functions:
             self.data_watch.open(undo)
-        if policy.half is not None:
-            self._features.open(undo)
         if policy.master_weights or policy.loss_scale != StaticLossScale(1.0):
             self._distributed.open(undo)
         self._script_models.open(undo)
