@@ -323,6 +323,38 @@ def test_a_project_gets_the_fixture_from_the_plugin_which_closes_and_checks(run,
     result.stdout.fnmatch_lines(["*torch is not as it was: changed are torch.left_behind*"])
 
 
+@pytest.mark.parametrize(
+    ("options", "imported", "called"),
+    [
+        ((), torch.float32, torch.float32),
+        (("--amp-level=O4",), torch.bfloat16, torch.bfloat16),
+        (("--amp-level=O4", "--amp-each-test"), torch.float32, torch.bfloat16),
+    ],
+)
+def test_the_options_of_the_plugin_open_a_session_before_the_import_or_for_each_test(
+    pytester, options, imported, called
+):
+    pytester.makepyfile(
+        f"""
+        import torch
+
+        def product():
+            return torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
+
+        IMPORTED = product()
+
+        def test_first():
+            assert (IMPORTED, product()) == ({imported}, {called})
+
+        def test_second():
+            assert product() == {called}
+        """
+    )
+    plugins = ("-p", "ampatch.testing.plugin", "-p", "no:cacheprovider")
+    pytester.runpytest_inprocess(*plugins, *options).assert_outcomes(passed=2)
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_snapshot_has_every_place_of_torch_that_a_session_patches(monkeypatch, level):
     places, replace = {}, Patcher.replace

@@ -193,23 +193,23 @@ def _wrap_listed(original: Function, uncast: Function, dtype: torch.dtype, casts
         return cast_parameter(tensor) if type(tensor) is Parameter else cast(tensor)
 
     def call(args: tuple, kwargs: dict) -> object:
+        if kwargs.get("out") is not None:  # of a function that runs in float32
+            return write_out(original, cast, *args, **kwargs)
         kwargs = {key: cast_listed(arg, cast) for key, arg in kwargs.items()}
         return original(*[cast_listed(arg, cast) for arg in args], **kwargs)
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
-        if kwargs:
-            if is_wide and kwargs.get("dtype") is not None:
-                return original(*args, **kwargs)
-            if kwargs.get("out") is not None:
-                return write_out(original, cast, *args, **kwargs) if is_wide else original(*args, **kwargs)
+        is_out = kwargs and kwargs.get("out") is not None
+        if kwargs and ((is_out and not is_wide) or (is_wide and kwargs.get("dtype") is not None)):
+            return original(*args, **kwargs)
         if is_compiling():
             return call(args, kwargs)
         if has_torch_function(args) or (kwargs and has_torch_function(kwargs.values())):
             return CASTS.hand_over(original, call, args, kwargs)
         is_usual = is_grad_enabled() or thread.forwards
-        if not is_usual or tracing_state() is not None or count_modes():
+        if is_out or not is_usual or tracing_state() is not None or count_modes():
             return call(args, kwargs)
         if kwargs:
             kwargs = {key: cast_listed(arg, cast) for key, arg in kwargs.items()}
