@@ -713,6 +713,18 @@ def test_a_buffer_is_named_by_what_half_does_to_its_numbers(warned, level, name)
     assert [text.startswith(expected) for text in found] == [True] * (effect is not None)
 
 
+@pytest.mark.parametrize("kind", ["std", "var"])
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_mean_is_named_if_it_moves_far_for_its_deviation(warned, level, kind):
+    for size, is_told in ((1.0, True), (500.0, False)):
+        model = Net()
+        model.mean = nn.Buffer(torch.full((5,), 2001.3))
+        setattr(model, kind, nn.Buffer(torch.full((5,), size if kind == "std" else size**2 / 9)))
+        found = warned(lambda model=model: open_session(model, None, level))
+        assert ["'mean' of Net" in text for text, *_ in found] == [True] * is_told
+        amp.uninitialize()
+
+
 class Angles(nn.Module):
     def __init__(self):
         super().__init__()

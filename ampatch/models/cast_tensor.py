@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ampatch.models.rounding import Effect, find_effect
 from ampatch.steps.grads.plain import cast_grads
 from ampatch.steps.masters.tensors import is_wrapper
 from ampatch.steps.masters.weight import Weight
@@ -170,6 +171,11 @@ class CastTensor:
         if weight.master is not None and weight.master.grad is not None:
             return weight.master.grad
         return cast_grads([grad], [values])[0] if is_fresh or weight.was_grad_remade() else None
+
+    def find_effect(self, dtype: torch.dtype) -> Effect | None:
+        """What rounding does to the values, if no step trains them."""
+        module = self._module()
+        return None if module is None else find_effect(self.name, dict(own_tensors(module)), dtype)
 
     def describe(self) -> str:
         """Names the tensor and the class of its module."""

@@ -31,7 +31,7 @@ from ampatch.models.kept import (
 )
 from ampatch.models.methods import replace_methods, restore_methods
 from ampatch.models.mismatch import ExplainMismatch
-from ampatch.models.rounding import Effect, find_effect
+from ampatch.models.rounding import Effect
 from ampatch.models.validation import ValuesById
 
 
@@ -128,7 +128,7 @@ class ModelCaster:
         self._stack.callback(weakly(CastModule.cast_newcomers, *self._parts))
         self._stack.callback(weakly(CastTensor.restore, *self._cast))
         for cast in self._cast:
-            effect = find_effect(cast.tensor, dtype)
+            effect = cast.find_effect(dtype)
             if effect is not None:
                 self.rounded.setdefault(effect, []).append(cast.describe())
             cast.cast(dtype)

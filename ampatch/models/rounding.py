@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from enum import Enum
 
 import torch
@@ -26,11 +28,12 @@ class Effect(Enum):
     OFF = f"moves a number by more than 1/{1 / LARGEST_ERROR:.0f}: an angle, a position or a count is wrong"
 
 
-def find_effect(tensor: Tensor, dtype: torch.dtype) -> Effect | None:
-    """Returns what half does to a tensor that no step trains, None where that does no harm.
+def find_effect(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Effect | None:
+    """Returns what half does to one of a module's tensors that no step trains, None where it does no harm.
 
     Pretrained weights that are frozen are not looked at for single numbers: they are no angles.
     """
+    tensor = tensors[name]
     if tensor.requires_grad or not tensor.numel() or not _has_values(tensor):
         return None
     values = tensor.detach()
@@ -39,7 +42,7 @@ def find_effect(tensor: Tensor, dtype: torch.dtype) -> Effect | None:
         return None
     checks = {Effect.INF: _is_inf, Effect.STEPS: _loses_steps}
     if not isinstance(tensor, torch.nn.Parameter):
-        checks |= {Effect.ZERO: _is_zero, Effect.OFF: _is_off}
+        checks |= {Effect.ZERO: _is_zero, Effect.OFF: functools.partial(_is_off, _find_spread(name, tensors))}
     return next((effect for effect, holds in checks.items() if holds(values, half)), None)
 
 
@@ -74,10 +77,22 @@ def _is_zero(values: Tensor, half: Tensor) -> bool:
     return bool(lost > values.abs().amax() * _NEGLIGIBLE)
 
 
-def _is_off(values: Tensor, half: Tensor) -> bool:
-    """Whether a number moves too far, but for means and deviations of pictures, a number a channel."""
-    is_of_pictures = values.numel() <= 4 and bool(values.abs().amax() <= 255)
-    return not is_of_pictures and bool(((half - values).abs() > LARGEST_ERROR).any())
+def _is_off(spread: Tensor | None, values: Tensor, half: Tensor) -> bool:
+    """Whether a number moves too far; by how much a mean may move, its deviation says."""
+    if values.numel() <= 4 and bool(values.abs().amax() <= 255):
+        return False  # a mean or a deviation of pictures, a number a channel
+    scale = 1 if spread is None or spread.shape != values.shape else spread.detach().float().clamp(min=1)
+    return bool(((half - values).abs() > LARGEST_ERROR * scale).any())
+
+
+def _find_spread(name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Finds the deviations that belong to means, by their name; deviations and variances are their own."""
+    if "std" in name or "var" in name:
+        return tensors[name]
+    if "mean" not in name:
+        return None
+    variance = tensors.get(name.replace("mean", "var"))
+    return tensors.get(name.replace("mean", "std")) if variance is None else variance.detach().float().sqrt()
 
 
 def _loses_steps(values: Tensor, half: Tensor) -> bool:
