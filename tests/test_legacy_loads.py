@@ -281,6 +281,7 @@ def test_a_configuration_of_yacs_is_a_dict(models, monkeypatch):
     library = types.ModuleType("yacs.config")
     exec("class CfgNode(dict):\n    def __setitem__(self, key, value): raise AttributeError", vars(library))
     library.CfgNode.__module__ = "yacs.config"
+    monkeypatch.setitem(sys.modules, "yacs", types.ModuleType("yacs"))
     monkeypatch.setitem(sys.modules, "yacs.config", library)
     config = library.CfgNode(rate=0.1)
     config.__dict__["frozen"] = True

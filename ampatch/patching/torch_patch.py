@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -29,10 +30,17 @@ from ampatch.patching.scripting import say_scripted
 from ampatch.patching.torch_features import hand_over_originals
 from ampatch.table import Row
 
+Result = TypeVar("Result")
+
 
 def ban_in_place() -> None:
     """Has FP32 functions in place raise on half tensors, as apex's did, until torch is no longer patched."""
     CASTS.bans_in_place = True
+
+
+def call_before_step(function: Callable[..., Result], *args: object) -> Result:
+    """Calls what a hook of a step does with a forward, with casts as they were before the step."""
+    return CASTS.thread.call_closure(function, *args)
 
 
 def _begin_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:

@@ -22,6 +22,7 @@ from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import describe_scale
 from ampatch.doctor.words import describe, describe_finding
 from ampatch.levels.stack import asked
+from ampatch.patching.torch_patch import call_before_step
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Patient(ScalerInUse):
     def examine(self, step: Step, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         """Replays the latest attempt, and logs what is found."""
         scale = self.attempts[-1].scale or 1.0
-        origins, survives, unknown, oversized = replay(step, models, optimizers, scale)
+        origins, survives, unknown, oversized = call_before_step(replay, step, models, optimizers, scale)
         self.replays += 1
         self.oversized += oversized
         self.unknown += [f"step {step.number}: {line}" for line in unknown]
