@@ -32,7 +32,7 @@ def amp_session() -> Iterator[Callable[..., object]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options that run tests in a session."""
+    """Adds what asks for a session: at which level, and whether each test has one of its own."""
     group = parser.getgroup("ampatch")
     group.addoption("--amp-level", choices=list(amp.OPT_LEVELS), help="runs the tests in a session")
     group.addoption("--amp-each-test", action="store_true", help="opens one for each test")

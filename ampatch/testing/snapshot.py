@@ -18,7 +18,7 @@ from ampatch.session.distributed import IMPORTED_LATER
 # Where ampatch patches, or might, beside the places of the tables: under torch.
 PLACES = (
     *("nn", "nn.init", "nn.Module", "nn.Parameter", "nn.RNNBase", "nn.modules.module", "nn.modules.rnn"),
-    *("nn.utils", "nn.utils.clip_grad", "utils", "utils.checkpoint", "utils.dlpack"),
+    *("nn.utils", "nn.utils.clip_grad", "overrides", "utils", "utils.checkpoint", "utils.dlpack"),
     *("amp.autocast_mode.autocast", "amp.GradScaler", "autograd", "backends.mha", "compiler.config"),
     *(
         "cuda",
