@@ -13,7 +13,14 @@ from torch.nn import Parameter
 from ampatch.casts.holders import CAN_SEE_GRAPHS, KeptCast, find_memory
 from ampatch.casts.thread import ThreadState
 from ampatch.levels.precision import ELIGIBLE
-from ampatch.levels.private import PROXY, dispatch_mode, find_stream, is_transformed, tracing_state
+from ampatch.levels.private import (
+    PROXY,
+    dispatch_mode,
+    find_stream,
+    is_transformed,
+    run_when_ready,
+    tracing_state,
+)
 
 Entries = dict[int, KeptCast]  # by id of the parameter
 
@@ -217,6 +224,10 @@ class CastCache:
         else:
             with torch.inference_mode(mode=False):  # which turns gradients on
                 cast = self._convert(parameter)
+        if cast.grad_fn is not None:
+            # It is the oldest node of every later graph, and would run after all of them: the gradients of
+            # weights would come together, at the end.
+            run_when_ready(cast.grad_fn)
         # Fake tensors and those of a running torch.func transform are dead once it ends.
         if type(cast) is Tensor and not is_transformed():
             for stale in tuple(self._stale.values()):  # other threads need theirs no more

@@ -76,6 +76,7 @@ _COMPILED = "functions of torch.compile run as plain Python while torch is patch
 _WRAPPED = "ampatch doctor fails on models that are called in torch.func, and no post-mortem has their batch"
 _RECURRENT = "recurrent networks copy their half weights at each call on a GPU, and torch warns of it"
 _OPS = "ops of torch.library are cast inside, and may return other types than they declare"
+_ORDER = "from the second step on, gradients of cast weights come after the whole backward pass"
 _OVERRIDES = "what overrides methods of Tensor is handed wrappers, and tables of libraries do not find them"
 _LOADS = "ampatch run --legacy loads no checkpoints that torch.load refuses"
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for optimizers with masters"
@@ -117,6 +118,7 @@ EAGER = (
     DEFAULT_DEVICE := Private("_GLOBAL_DEVICE_CONTEXT", _LOSSES_THERE),
     RUN_BACKWARD := Private("autograd._engine_run_backward", _BACKWARDS),
     FLATTEN := Private("_cudnn_rnn_flatten_weight", _RECURRENT),
+    SEQUENCE := Private("_C._functions.AccumulateGrad._set_sequence_nr", _ORDER),
     POP_MODE := Private("overrides._pop_mode_temporarily", _OVERRIDES),
     REENTRANT := Private("utils.checkpoint.CheckpointFunction", "reentrant checkpoints may recompute uncast"),
     LOADABLE := Private("_weights_only_unpickler._get_allowed_globals", _LOADS),
@@ -202,6 +204,22 @@ count_function_modes, function_mode = FUNCTION_MODES.find(lambda: 1), FUNCTION_M
 _default_device = DEFAULT_DEVICE.find()
 is_transformed = TRANSFORMED.find(bool)
 _is_wrapped, _unwrap = IS_WRAPPED.find(bool), UNWRAP.find(_nothing)
+
+
+# The largest number that Python may give a node; AccumulateGrad's own is larger.
+LAST_IN_SEQUENCE = 2**63 - 1
+
+
+def run_when_ready(node: torch.autograd.graph.Node) -> None:
+    """Has a backward run a node as soon as it can, whatever was recorded after it.
+
+    The engine takes of all nodes that are ready the one that was recorded last, by its sequence number.
+    """
+    if _CAN_ORDER:
+        node._set_sequence_nr(LAST_IN_SEQUENCE)  # type: ignore[attr-defined]
+
+
+_CAN_ORDER = not SEQUENCE.is_missing()
 
 
 def has_function_modes() -> bool:
