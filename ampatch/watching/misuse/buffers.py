@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -153,7 +153,7 @@ class WriteWatch(_FirstForward):
 def _list_untrained(model: Module) -> dict[str, Tensor]:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     # At O3, or with keep_batchnorm_fp32=False, who asks for half statistics gets them.
-    norms = {id(it) for part in model.modules() if isinstance(part, _NormBase) for it in part.buffers()}
+    norms = {id(it) for part in model.modules() if isinstance(part, _BatchNorm) for it in part.buffers()}
     half = ((name, it) for name, it in tensors if it.dtype in HALF_TYPES and id(it) not in norms)
     return {name: it for name, it in half if not _is_out_of_reach(it)}
 
