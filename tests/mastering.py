@@ -76,12 +76,12 @@ def train(model, optimizer, batches):
     return [iterate(model, optimizer, batch) for batch in batches]
 
 
-def open_both(level, variant=ADAM, scale=SCALE, **options):
+def open_both(level, variant=ADAM, scale=SCALE, dynamic=None, **options):
     """A model and its optimizer at a level, and the same weights in a float32 optimizer."""
     model = make_net(variant)
     optimizer = variant(model.parameters())
     by_hand = ByHand(list(model.parameters()), variant, HALF[level], scale)
-    if not variant.needs_closure and level == "O2":
+    if dynamic or (dynamic is None and level == "O2" and not variant.needs_closure):
         scale = amp.DynamicLossScale(scale)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0, **options)
     return model, optimizer, by_hand

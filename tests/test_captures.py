@@ -118,8 +118,6 @@ def assert_as_eagerly(level, device, eager, captured, outside=None, how="fused",
             outside(training)
 
     found = training.follow(advance, factors)
-    if outside is None and level in ("O2", "O5"):
-        assert all(master.grad is None for _, master in amp.master_pairs(training.optimizer))
     assert_same(found + training.follow(lambda: eager(training), [1]), expected)
 
 

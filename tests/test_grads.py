@@ -9,7 +9,6 @@ from torch.nn import Parameter, ParameterList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
-from ampatch.steps.masters.grads import accumulate_
 from apex_rows import shows
 from helpers import assert_same_bits, scaled_backward, snapshot
 
@@ -24,11 +23,31 @@ def open_session(level, shapes, make=torch.optim.SGD, loss_scale=SCALE, **option
     return list(model.parameters()), optimizer
 
 
+class Gradient(torch.autograd.Function):
+    """Gives a parameter a gradient as it is."""
+
+    @staticmethod
+    def forward(ctx, param, grad):
+        ctx.grad = grad
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.grad, None
+
+
 def hand_over(params, optimizer, grads):
-    """A block whose backward makes these gradients, scaled already; None where it makes none."""
+    """A block in which parameters are given these gradients, scaled already; None where one gets none."""
     with amp.scale_loss(torch.ones(()), optimizer):
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
+
+
+def pass_back(params, optimizer, grads):
+    """A block whose backward makes these gradients, scaled already; None where it makes none."""
+    pairs = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+    with amp.scale_loss(torch.ones(()), optimizer):
+        sum(Gradient.apply(*pair) for pair in pairs).backward()
 
 
 def make_every_half(dtype):
@@ -39,17 +58,6 @@ def make_every_half(dtype):
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     numbers = bits[torch.randperm(2**16)].view(dtype)
     return torch.where(numbers.isnan(), math.inf, numbers)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_gradient_that_a_step_has_used_does_not_count_again_in_another_tensor(level):
-    params, optimizer = open_session(level, [(3, 2)])
-    hand_over(params, optimizer, [torch.ones(3, 2).to(HALF[level])])
-    optimizer.step()
-    before = [master.clone() for master in amp.master_params(optimizer)]
-    params[0].grad = params[0].grad.clone()  # as where DistributedDataParallel makes its buckets anew
-    optimizer.step()
-    assert_same_bits(amp.master_params(optimizer), before)
 
 
 def test_a_gradient_in_a_bucket_is_added_to_before_the_bucket_has_the_next():
@@ -64,19 +72,6 @@ def test_a_gradient_in_a_bucket_is_added_to_before_the_bucket_has_the_next():
 # Half gradients added to float32 ones
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("most", [1, 1000, 2**15, 2**16, 2**20])
-def test_slices_add_up_to_the_bits_of_a_cast_and_an_addition(dtype, most):
-    halves = [make_every_half(dtype) for _ in range(3)]
-    halves = [halves[0][:7], halves[1], halves[2].view(256, 256), torch.ones(0, dtype=dtype), halves[0][:3]]
-    sums = [torch.randn(half.shape) * 10.0 ** torch.randint(-40, 38, half.shape) for half in halves]
-    if most == 1:
-        halves, sums = [half[:5] for half in halves], [one[:5].clone() for one in sums]
-    expected = [total + half.float() for total, half in zip(sums, halves, strict=True)]
-    accumulate_(sums, halves, most, None)
-    assert_same_bits(sums, expected)
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("scale", [1.0, SCALE, amp.DynamicLossScale(SCALE)], ids=str)
 def test_gradients_of_large_and_small_weights_accumulate_in_float32(level, scale):
@@ -89,7 +84,7 @@ def test_gradients_of_large_and_small_weights_accumulate_in_float32(level, scale
         grads[4] = torch.randn(1200, 600).to(HALF[level]).T  # of other strides than the master's
         if index == 1:
             grads[3] = None
-        hand_over(params, optimizer, grads)
+        pass_back(params, optimizer, grads)
         for total, grad in zip(expected, grads, strict=True):
             total += 0 if grad is None else grad.float() / factor
     assert_same_bits([master.grad for master in amp.master_params(optimizer)], expected)
@@ -99,10 +94,10 @@ def test_gradients_of_large_and_small_weights_accumulate_in_float32(level, scale
 def test_an_overflow_in_one_slice_of_a_later_block_skips_the_step(level):
     params, optimizer = open_session(level, [(1500, 1000)], loss_scale=amp.DynamicLossScale(SCALE))
     before = params[0].detach().clone()
-    hand_over(params, optimizer, [torch.ones(1500, 1000, dtype=HALF[level])])
+    pass_back(params, optimizer, [torch.ones(1500, 1000, dtype=HALF[level])])
     bad = torch.ones(1500, 1000, dtype=HALF[level])
     bad[-1, -1] = math.nan
-    hand_over(params, optimizer, [bad])
+    pass_back(params, optimizer, [bad])
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert snapshot(params[0]) == snapshot(before)
@@ -112,12 +107,13 @@ def test_an_overflow_in_one_slice_of_a_later_block_skips_the_step(level):
 def test_a_block_that_makes_no_gradient_leaves_the_one_from_before(level):
     params, optimizer = open_session(level, [(3,), (3,)])
     grads = [torch.ones(3, dtype=HALF[level]) * SCALE for _ in params]
-    hand_over(params, optimizer, grads)
-    hand_over(params, optimizer, [None, torch.full((3,), 2 * SCALE, dtype=HALF[level])])
-    assert params[0].grad is grads[0]
+    pass_back(params, optimizer, grads)
+    before = params[0].grad
+    pass_back(params, optimizer, [None, torch.full((3,), 2 * SCALE, dtype=HALF[level])])
+    assert params[0].grad is before
     assert [master.grad.tolist() for master in amp.master_params(optimizer)] == [[1.0] * 3, [3.0] * 3]
-    optimizer.step()
-    hand_over(params, optimizer, [None, grads[1]])
+    optimizer.zero_grad()
+    pass_back(params, optimizer, [None, grads[1]])
     assert [master.grad is None for master in amp.master_params(optimizer)] == [True, False]
 
 
@@ -134,13 +130,13 @@ def test_an_expanded_gradient_is_unscaled_once_in_each_place(level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_an_expanded_half_gradient_stays_as_it_is_and_its_master_gets_a_dense_one(level):
+def test_an_expanded_half_gradient_becomes_a_dense_one(level):
     (param,), optimizer = open_session(level, [(2, 3)])
     grad = torch.full((), SCALE, dtype=HALF[level]).expand(2, 3)
     for count in (1.0, 2.0):
         hand_over([param], optimizer, [grad])
+        assert param.grad.tolist() == [[count] * 3] * 2
         assert next(amp.master_params(optimizer)).grad.tolist() == [[count] * 3] * 2
-    assert param.grad is grad
 
 
 @pytest.mark.parametrize("kind", ["transposed", "every second", "channels last"])

@@ -376,11 +376,13 @@ def test_a_scale_that_falls_now_and_then_raises_an_alarm(growth_interval, scale)
 def test_a_low_scale_tells_how_many_gradients_are_lost():
     with Run("O2", loss_scale=amp.DynamicLossScale(256.0)) as run:
         run.step(1e-3)
+        run.optimizer.zero_grad()
         with amp.scale_loss(run.model(torch.ones(3)).float().sum(), run.optimizer) as scaled:
             scaled.backward()
             run.model.weight.grad.copy_(torch.tensor([INF, 0.0, 2.0**-20]))
         run.optimizer.step()
         assert run.kinds == []
+        run.optimizer.zero_grad()
         with amp.scale_loss(run.model(torch.ones(3)).float().sum(), run.optimizer) as scaled:
             scaled.backward()
             run.model.weight.grad.copy_(torch.tensor([INF, 0.0, 2.0**-20]))

@@ -1,5 +1,7 @@
 """O2 and O5: the optimizer steps float32 masters as a float32 optimizer would, bit for bit."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -127,43 +129,76 @@ def test_clearing_the_models_gradients_alone_starts_over(level, start_over, is_p
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
+@shows("scale-masters", "patterns-model-grads")
+@LEVELS
+def test_a_half_weight_and_its_master_hold_one_gradient_in_float32(level):
+    model, optimizer, by_hand = open_both(level)
+    for batch in make_batches(ADAM, 2):
+        backward(model, optimizer, batch)
+        by_hand.backward(batch)
+        masters = list(amp.master_params(optimizer))
+        assert_same_bits([param.grad for param in model.parameters()], [one.grad for one in by_hand.masters])
+        assert_same_bits([param.grad for param in masters], [one.grad for one in by_hand.masters])
+
+
 @shows("patterns-step-clears")
 @LEVELS
-def test_a_step_clears_the_gradients_of_masters_and_leaves_those_of_the_model(level):
-    model, optimizer, _ = open_both(level)
-    backward(model, optimizer, torch.randn(5, 4))
-    grads = [param.grad for param in model.parameters()]
-    optimizer.step()
-    assert [master.grad for master in amp.master_params(optimizer)] == [None, None]
-    assert [param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True)] == [True, True]
-
-
-@shows("patterns-step-clears")
-def test_a_skipped_step_clears_the_gradients_of_masters_too():
-    model, optimizer, by_hand = open_both("O2")
-    bad, good = make_batches(ADAM, 2)
-    backward(model, optimizer, bad * 1e30)
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer)
-    assert [master.grad for master in amp.master_params(optimizer)] == [None, None]
-    by_hand.scale = amp.get_loss_scale()
-    model.zero_grad()
-    backward(model, optimizer, good)
-    by_hand.backward(good)
-    optimizer.step()
-    by_hand.optimizer.step()
+def test_gradients_stay_after_a_step_as_those_of_float32_do(level):
+    model, optimizer, by_hand = open_both(level)
+    (batch,) = make_batches(ADAM, 1)
+    for _ in range(2):  # and count again
+        backward(model, optimizer, batch)
+        by_hand.backward(batch)
+        optimizer.step()
+        by_hand.optimizer.step()
+        assert_same_bits([param.grad for param in model.parameters()], [one.grad for one in by_hand.masters])
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
-@shows("scale-masters", "patterns-model-grads")
+def clear_the_model(model, optimizer):
+    model.zero_grad()
+
+
+def clear_each_parameter(model, optimizer):
+    for param in model.parameters():
+        param.grad = None
+
+
+def clear_the_groups(model, optimizer):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
+
+
+def clear_to_zeros(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def clear_the_model_to_zeros(model, optimizer):
+    model.zero_grad(set_to_none=False)
+
+
+@shows("patterns-model-grads")
 @LEVELS
-def test_the_models_own_gradients_stay_scaled_in_the_half_type(level):
-    model, optimizer, by_hand = open_both(level)
-    (batch,) = make_batches(ADAM, 1)
-    backward(model, optimizer, batch)
-    by_hand.backward(batch)
-    expected = [(master.grad * SCALE).to(HALF[level]) for master in by_hand.masters]
-    assert_same_bits([param.grad for param in model.parameters()], expected)
+@pytest.mark.parametrize(
+    "clear",
+    [clear_the_model, clear_each_parameter, clear_the_groups, clear_to_zeros, clear_the_model_to_zeros],
+)
+@pytest.mark.parametrize("is_bad", [False, True], ids=["taken", "skipped"])
+def test_who_clears_either_side_starts_over(level, clear, is_bad):
+    model, optimizer, by_hand = open_both(level, dynamic=True)
+    first, second = make_batches(ADAM, 2)
+    backward(model, optimizer, first * (math.inf if is_bad else 1))
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer) is is_bad
+    if not is_bad:
+        by_hand.iterate(first)
+    clear(model, optimizer)
+    by_hand.scale = amp.get_loss_scale()
+    backward(model, optimizer, second)
+    optimizer.step()
+    by_hand.iterate(second)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
 @shows("patterns-step-before-backward")
@@ -284,84 +319,71 @@ def test_zeros_of_zero_grad_step_what_a_backward_does_not_use_as_in_float32(leve
     assert torch.equal(weights[level], weights["O0"])
 
 
-def replace_grads(model, batch):
-    for param in model.parameters():
+def replace(params, backward):
+    for param in params:
         param.grad = param.grad / 4
 
 
-def backward_in_a_graph(model, batch):
-    """Accumulates into new tensors."""
-    model(batch).sum().backward(inputs=list(model.parameters()), create_graph=True)
+def replace_data(params, backward):
+    params[0].grad.data = params[0].grad.data / 4
+
+
+def clear(params, backward):
+    for param in params:
+        param.grad = None
+
+
+def clear_and_go_backward(params, backward):
+    clear(params, backward)
+    backward()
 
 
 CHANGE = {
-    "in place": lambda model, batch: model.weight.grad.div_(4),
-    "through data": lambda model, batch: model.weight.grad.data.clamp_(-1, 1),
-    "data replaced": lambda model, batch: setattr(model.weight.grad, "data", model.weight.grad.data / 4),
-    "zeros through data": lambda model, batch: model.weight.grad.data.zero_(),
-    "replaced": replace_grads,
-    "clipped": lambda model, batch: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
-    "zeros": lambda model, batch: model.zero_grad(set_to_none=False),
-    "backward": lambda model, batch: model(batch).sum().backward(),
-    "backward in a graph": backward_in_a_graph,
-    "cleared, backward": lambda model, batch: (model.zero_grad(), model(batch).sum().backward()),
+    "in place": lambda params, backward: params[0].grad.div_(4),
+    "through data": lambda params, backward: params[0].grad.data.clamp_(-1, 1),
+    "data replaced": replace_data,
+    "zeros through data": lambda params, backward: params[0].grad.data.zero_(),
+    "replaced": replace,
+    "norm clipped": lambda params, backward: torch.nn.utils.clip_grad_norm_(params, 1.0),
+    "values clipped": lambda params, backward: torch.nn.utils.clip_grad_value_(params, 1.0),
+    "cleared": clear,
+    "backward": lambda params, backward: backward(),
+    "backward in a graph": lambda params, backward: backward(create_graph=True),
+    "replaced, backward": lambda params, backward: (replace(params, backward), backward()),
+    "cleared, backward": clear_and_go_backward,
 }
 
 
 @LEVELS
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True", "ignore:gradients are clipped")
 @pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE)
-def test_what_changes_the_gradient_of_a_block_that_scaled_nothing_counts_as_in_float32(level, change):
+@pytest.mark.parametrize("side", ["model", "optimizer"])
+@pytest.mark.parametrize("scale", [1.0, SCALE])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["after the block", "in the block"])
+def test_what_changes_a_gradient_counts_as_in_float32(level, change, side, scale, is_inside):
     weights, batch = {}, torch.tensor([[1.0, 2.0, 2.0]])
     for opt_level in ("O0", level):
         model = torch.nn.Linear(3, 1, bias=False)
         torch.nn.init.ones_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
-        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=1.0, verbosity=0)
-        for is_changed in (False, True):
-            optimizer.zero_grad()
-            scaled_backward(model(batch).sum(), optimizer)
-            if is_changed:
-                change(model, 2 * batch)
+        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=scale, verbosity=0)
+        params = list(model.parameters() if side == "model" else amp.master_params(optimizer))
+        for is_changed in (False, True, False):
+            factor = scale if is_inside else 1.0
+
+            def backward_again(model=model, factor=factor, **options):
+                (model(2 * batch).sum() * factor).backward(**options)
+
+            with amp.scale_loss(model(batch).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if is_inside and is_changed:
+                    change(params, backward_again)
+            if is_changed and not is_inside:
+                change(params, backward_again)
             optimizer.step()
         weights[opt_level] = model.state_dict()["weight"].clone()
         amp.uninitialize()
     assert torch.equal(weights[level], weights["O0"])
-
-
-def halve_through_data(model, batch):
-    for param in model.parameters():
-        param.grad.data.div_(2)
-
-
-@LEVELS
-@pytest.mark.parametrize("change", [replace_grads, halve_through_data])
-def test_what_is_put_in_the_place_of_a_scaled_gradient_is_ignored_with_a_warning(level, change):
-    model, optimizer, by_hand = open_both(level)
-    (batch,) = make_batches(ADAM, 1)
-    backward(model, optimizer, batch)
-    change(model, batch)
-    with pytest.warns(UserWarning, match="the step ignores that"):
-        optimizer.step()
-    by_hand.iterate(batch)
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-
-
-@LEVELS
-@pytest.mark.parametrize("scale", [1.0, SCALE])
-def test_gradients_that_are_only_read_through_data_leave_those_of_masters_as_they_are(level, scale, caplog):
-    model, optimizer, _ = open_both(level, scale=scale)
-    first, second = make_batches(ADAM, 2)
-    for batch in (first, second):
-        backward(model, optimizer, batch)
-        assert all(param.grad.data.norm() for param in model.parameters())
-    masters = list(amp.master_params(optimizer))
-    torch.nn.utils.clip_grad_norm_(masters, 0.01)
-    assert all(param.grad.data.norm() for param in model.parameters())
-    expected = [master.grad.clone() for master in amp.master_params(optimizer)]
-    optimizer.register_step_pre_hook(lambda *_: assert_same_bits([it.grad for it in masters], expected))
-    optimizer.step()
-    assert "the step ignores that" not in caplog.text
 
 
 @LEVELS

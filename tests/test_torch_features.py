@@ -297,17 +297,19 @@ def test_zeroed_gradients_of_a_delayed_block_do_not_lose_those_of_the_next(level
         assert torch.equal(param.grad, torch.ones_like(param))
 
 
-@pytest.mark.parametrize("most", [1e-30, 0.5])  # of an infinite norm the first leaves -0 and nan
-def test_clipping_the_models_own_gradients_is_told_and_the_step_ignores_it(most):
+@pytest.mark.parametrize("most", [1e-3, 0.5])
+def test_clipping_the_models_own_gradients_clips_those_of_the_step(most):
     model, optimizer = start("O2", lr=0.5)
     backward(model(ONES).square().sum() / 8, optimizer)
     masters = list(amp.master_params(optimizer))
-    expected = [master - 0.5 * master.grad for master in masters]
-    for told in (pytest.warns(UserWarning, match="clip amp.master_params"), contextlib.nullcontext()):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-        with told:
-            optimizer.step()
-        assert all(map(torch.equal, masters, expected))
+    by_hand = [torch.nn.Parameter(master.detach().clone()) for master in masters]
+    for param, master in zip(by_hand, masters, strict=True):
+        param.grad = master.grad.clone()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    torch.nn.utils.clip_grad_norm_(by_hand, most)
+    optimizer.step()
+    torch.optim.SGD(by_hand, lr=0.5).step()
+    assert all(map(torch.equal, masters, by_hand))
 
 
 THIRD = torch.eye(2) / 3

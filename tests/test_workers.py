@@ -171,7 +171,7 @@ def test_masters_are_asked_for_while_a_block_ends_in_another_thread(level, monke
 @MASTERS
 def test_masters_are_asked_for_while_a_block_begins_in_another_thread(level, monkeypatch):
     model, optimizer = open_row(level)
-    follow, inside, looked = MasterGrads.follow, threading.Event(), threading.Event()
+    share, inside, looked = MasterGrads.share, threading.Event(), threading.Event()
 
     def train():
         with amp.scale_loss(model(torch.full((1, 64), 2.0**-6)).sum(), optimizer) as scaled_loss:
@@ -179,16 +179,16 @@ def test_masters_are_asked_for_while_a_block_begins_in_another_thread(level, mon
             inside.set()
             assert looked.wait(10)
 
-    def follow_later(*args, **kwargs):
-        monkeypatch.setattr(MasterGrads, "follow", follow)
+    def share_later(*args, **kwargs):
+        monkeypatch.setattr(MasterGrads, "share", share)
         thread = threading.Thread(target=train)
         thread.start()
         inside.wait(0.2)  # it may wait for this thread
-        follow(*args, **kwargs)
+        share(*args, **kwargs)
         threads.append(thread)
 
     threads = []
-    monkeypatch.setattr(MasterGrads, "follow", follow_later)
+    monkeypatch.setattr(MasterGrads, "share", share_later)
     list(amp.master_params(optimizer))
     looked.set()
     threads[0].join()

@@ -206,6 +206,19 @@ is_transformed = TRANSFORMED.find(bool)
 _is_wrapped, _unwrap = IS_WRAPPED.find(bool), UNWRAP.find(_nothing)
 
 
+set_data = Tensor.data.__set__  # type: ignore[attr-defined]  # bound before anything is patched
+TAKES_ANY_GRAD = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on
+
+
+def allow_any_grad(param: Tensor) -> None:
+    """Lets a parameter hold gradients of other dtypes than its own, where a torch can; there is no way back.
+
+    To delete the attribute crashes (torch 2.13), and any dtype that is set stays if the parameter is cast.
+    """
+    if TAKES_ANY_GRAD:
+        param.grad_dtype = None
+
+
 # The largest number that Python may give a node; AccumulateGrad's own is larger.
 LAST_IN_SEQUENCE = 2**63 - 1
 

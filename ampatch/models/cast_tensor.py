@@ -165,12 +165,17 @@ class CastTensor:
 
     def _find_grad(self, current: Tensor, values: Tensor) -> Tensor | None:
         grad, weight = current.grad, self._values.get(current)
-        is_fresh = weight.has_fresh_grad()
-        if is_fresh and grad is self._cast_grad and grad._version == 0:
+        if grad is not None and grad is self._cast_grad and grad._version == 0:
             return self._given_grad  # nobody touched it
-        if weight.master is not None and weight.master.grad is not None:
+        if weight.master is not None:
             return weight.master.grad
-        return cast_grads([grad], [values])[0] if is_fresh or weight.was_grad_remade() else None
+        return None if grad is None else cast_grads([grad], [values])[0]
+
+    def share_grad(self) -> None:
+        """Lets a weight that has a master by now hold the gradient from before the cast, unrounded."""
+        weight = self._values.get(self.tensor)
+        if weight.master is not None and self._given_grad is not None:
+            weight.hold_grad(self._given_grad)
 
     def find_effect(self, dtype: torch.dtype) -> Effect | None:
         """What rounding does to the values, if no step trains them."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from types import MethodType
 from typing import Protocol
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -48,16 +48,13 @@ class Watched(Protocol):
     def settle(self, asked: Tensor) -> None:
         """Called before one of them, `asked` for its `.data`, may be written."""
 
-    def watch_grad(self) -> None:
-        """Called before the gradient of the half weight may be."""
-
 
 class DataWatch(SessionPatch):
     """Watches `.data` while a session depends on weights that it copied.
 
     Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
     it is in `watched` (half weights and their masters, by id), so that the two are compared before they are
-    used; so are half gradients. Idioms such as `p.data.clamp_(-c, c)` and `p.grad.data.zero_()` work. An
+    used. Idioms such as `p.data.clamp_(-c, c)` work. An
     array of NumPy or a DLPack capsule ends the cast as well, as does `swap_tensors`, which takes no tensor
     with a graph. What CUDA graphs write is for `Captures` to see.
     """
@@ -68,7 +65,6 @@ class DataWatch(SessionPatch):
         self.touched: set[int] = set()
         self.halved: dict[int, Line] = {}  # float32 tensors that were made half, by id, and by which line
         self.views: dict[int, deque[Tensor]] = {}  # what `.data` gave of tensors, by id, where somebody asks
-        self._owners: dict[int, ref[Watched]] = {}  # of gradients, by id, as they were last
 
     def patch(self, patcher: Patcher) -> None:
         """Puts a property on Tensor, and replaces the functions."""
@@ -110,7 +106,6 @@ class DataWatch(SessionPatch):
             CASTS.forget(tensor)
         else:
             CASTS.forget_memory(tensor)
-            self._note_grad(tensor)
         weight = self.watched.get(id(tensor))
         if weight is not None:
             weight.settle(tensor)
@@ -120,21 +115,6 @@ class DataWatch(SessionPatch):
             self.halved.clear()
         self.halved[id(tensor)] = find_line()
 
-    def _note_grad(self, grad: Tensor) -> None:
-        if grad.dtype in HALF_TYPES and grad.is_leaf and self.watched:
-            with torch._C.DisableTorchFunction():
-                if not self._watch_grad(grad):
-                    weights = (reference() for reference in self.watched.valuerefs())
-                    self._owners = {id(one.half.grad): ref(one) for one in weights if one is not None}
-                    self._watch_grad(grad)
-
-    def _watch_grad(self, grad: Tensor) -> bool:
-        owner = self._owners.get(id(grad), lambda: None)()
-        if owner is None or owner.half.grad is not grad:
-            return False
-        owner.watch_grad()
-        return True
-
     def keep_watching(self, params: set[int]) -> None:
         """Drops the ids of parameters that are gone."""
         for key in set(self.watched) - params:
@@ -143,7 +123,6 @@ class DataWatch(SessionPatch):
 
     def forget(self) -> None:
         """Drops the parameters."""
-        self._owners = {}
         self.views.clear()
         self.watched.clear()
         self.touched.clear()

@@ -64,6 +64,8 @@ class Attachments:
             amp.casts = caster.list_casts(amp.params())  # of what is there before its masters are
             amp.agreement.group = request.process_group
             self._open_optimizer(amp, request.policy.master_weights, call.undo)
+            for cast in amp.casts:
+                cast.share_grad()
             self._members.add_optimizer(amp, call)
         for model in select_python(request.models):
             if torch.distributed.is_available():

@@ -25,6 +25,7 @@ from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
 from ampatch.session.announce import Announcer, LogFilter, say, warn_of_torch
 from ampatch.session.attachments import Attachments
+from ampatch.session.backwards import Backwards
 from ampatch.session.distributed import DistributedPatch
 from ampatch.session.members import Members
 from ampatch.session.request import Opening, Request, device_types, make_scalers, validate_optimizers
@@ -52,6 +53,7 @@ class Session(Surroundings):
         self._features = TorchFeatures()
         self._captures = Captures()
         self._distributed = DistributedPatch(self.members)
+        self._backwards = Backwards(self.members, self.data_watch.watched)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
         self._log_filter = LogFilter()
@@ -149,6 +151,8 @@ class Session(Surroundings):
             self._features.open(undo)  # first: torch makes tables of what it has
         if policy.has_half_weights or policy.patch_torch_functions:
             self.data_watch.open(undo)
+        if policy.master_weights:
+            self._backwards.open(undo)
         if policy.master_weights or policy.loss_scale != StaticLossScale(1.0):
             self._distributed.open(undo)
         self._script_models.open(undo)
@@ -246,7 +250,7 @@ class Session(Surroundings):
                 amp.end_block(by_step=False)
         stack = ExitStack()
         stack.callback(self._reset)
-        ours = self.data_watch, self._distributed, self._script_models, self._captures
+        ours = self.data_watch, self._backwards, self._distributed, self._script_models, self._captures
         for patch in (self.torch_patch, self._features, *ours):
             stack.callback(patch.retry)
         stack.push(self._undo)

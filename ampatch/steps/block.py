@@ -173,7 +173,7 @@ class ScaledLoss(NotYetScaled):
         for optimizer in self.optimizers:
             optimizer.unscale(self.scale, found_inf, done)
         for optimizer in self.optimizers:
-            optimizer.end_backward()
+            optimizer.restore_grads()
         if not self.scaler.is_dynamic:
             return None
         outcome = self.scaler.finish(

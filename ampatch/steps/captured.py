@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
 from ampatch.levels.undo import weakly
-from ampatch.steps.masters.grads import mark_grad_used
 from ampatch.steps.masters.params import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler, Scale
@@ -30,8 +29,8 @@ class Capturable(Protocol):
     capture: object
     from_before: set[int]
 
-    def model_params(self) -> list[Tensor]:
-        """The parameters that backward gives gradients to."""
+    def stepped_params(self) -> list[Tensor]:
+        """The parameters that hold the gradients in float32."""
 
     def repeat_step(self) -> None:
         """Notes that a step ran in a CUDA graph that was replayed."""
@@ -42,34 +41,22 @@ class CapturedGrads:
 
     def __init__(self, amp: Capturable) -> None:
         self.find_optimizer = weakref.ref(amp)
-        params = [param for param in amp.model_params() if id(param) not in amp.from_before]
-        self._own = [(param, param.grad) for param in params if param.grad is not None]
-        self._of_masters = [(pair, pair.master.grad) for pair in amp.masters if pair.half.grad is not None]
+        params = [param for param in amp.stepped_params() if id(param) not in amp.from_before]
+        self._grads = [(param, param.grad) for param in params if param.grad is not None]
 
     def forget(self, amp: Capturable) -> None:
         """Leaves gradients of an optimizer to the graph, which holds its step as well."""
         if self.find_optimizer() is amp:
-            self._own, self._of_masters = [], []
+            self._grads = []
 
     @torch.no_grad()
     def attach(self) -> None:
         """Lets parameters and masters have them again: a step, or `zero_grad`, has taken them away."""
-        for param, grad in self._own:
-            _attach(param, grad)
-        for pair, grad in self._of_masters:
-            if grad is None:  # a delayed block has not fed it
-                pair.grad_used = pair.grad_seen = None
-            else:
-                _attach(pair.master, grad)
-                mark_grad_used(pair)
-
-
-def _attach(param: Tensor, grad: Tensor) -> None:
-    """Adds a gradient in a graph's memory to what the parameter has got since the last replay."""
-    if param.grad is None:
-        param.grad = grad
-    elif param.grad is not grad:
-        param.grad.add_(grad)
+        for param, grad in self._grads:
+            if param.grad is None:
+                param.grad = grad
+            elif param.grad is not grad:  # what the parameter has got since the last replay
+                param.grad.add_(grad)
 
 
 @dataclass(slots=True, eq=False)

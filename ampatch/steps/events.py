@@ -46,10 +46,6 @@ class Listener(Generic[Opening, Block, Amp]):
     def step_uses_unnamed(self, amp: Amp) -> None:
         """A step is about to use gradients of blocks that do not name its optimizer."""
 
-    def step_ignores_edits(self, amp: Amp) -> bool:
-        """A step has not seen what was done to gradients of half weights; says whether it was told."""
-        return True
-
     def step_ended(self, amp: Amp) -> None:
         """A step was taken, or skipped."""
 
@@ -72,7 +68,6 @@ class Events:
     wrapper_is_used: Tell
     step_begins: Tell
     step_uses_unnamed: Tell
-    step_ignores_edits: Tell
     step_ended: Tell
     session_closes: Tell
     session_closed: Tell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from threading import get_ident
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
+from ampatch.levels.ranks import has_ranks
 from ampatch.levels.stack import is_running, wrap_closure
 from ampatch.levels.undo import refer
 from ampatch.steps.call import Call
@@ -84,22 +85,44 @@ class AmpOptimizer:
         if scale.capture is not None or self.capture is not None:
             enter_capture(self, scale.capture)
             self.capture = scale.capture
-            self.from_before = {id(param) for param in self.model_params() if param.grad is not None}
+            self.from_before = {id(param) for param in self.stepped_params() if param.grad is not None}
         if self.local.read_scale is not None:
-            before, self.local.read_scale = self.local.read_scale, None
-            scale_again(self.own_params(), self.masters, before, scale)
+            self.local.read_scale = None
+            scale_again(self.own_params(), self.masters, scale)
             self.delayed, self.local.are_waiting = scale, True
-        if self.delayed is scale:
-            self._grads.drop_restarted()
-            self._grads.begin_again()
-            if not self.local.are_waiting:  # these accumulate where they are
-                self._earlier.take(self.model_params())
+        if self.delayed is not scale:
+            self.settle()
+        if not self.local.are_waiting:  # these accumulate where they are
+            self._grads.share()
+            if not scale.is_identity or (self.masters.pairs and has_ranks()):
+                self.set_aside()
+
+    def set_aside(self) -> None:
+        """Takes gradients away, to be added to those of the next backward passes.
+
+        Those are scaled by another scale, or DistributedDataParallel makes them: it refuses to add half
+        gradients to float32 ones.
+        """
+        self._earlier.take(self.stepped_params())
+        self._grads.take_away()
+
+    # A backward pass, of an optimizer with masters
+
+    def begin_backward(self) -> None:
+        """Has both sides of masters agree before gradients are added to theirs."""
+        if not self.local.are_waiting:
+            self._grads.share(keeps_graphs=True)
+            if self.end_block is None and has_ranks() and not self._earlier:
+                self.set_aside()
+
+    def end_backward(self) -> None:
+        """Gives masters the gradients that a backward has made, but for those that ranks will average."""
+        if self.local.are_waiting or self.local.are_coming():
             return
-        self.settle()
-        self._grads.follow()
-        self._grads.begin()
-        if not scale.is_identity:
-            self._earlier.take(self.own_params())
+        if self.end_block is None:
+            self.restore_grads()
+        else:
+            self._grads.share(keeps_graphs=True)
 
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
@@ -121,9 +144,10 @@ class AmpOptimizer:
         with self._lock as is_free:
             if is_free and self.local.are_waiting and not is_backward:
                 self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
-            elif is_free and self.end_block is None and self.delayed is None:
-                self._settle_unnamed() if is_backward else self.unnamed.unscale(self._grads)
-                self._grads.follow(looks=is_backward)
+            elif is_free and not self.local.are_waiting:
+                self._grads.share()
+                if self.end_block is None and self.delayed is None:
+                    self._settle_unnamed() if is_backward else self.unnamed.unscale()
 
     def settle(self, *, is_step: bool = False) -> None:
         """Unscales what a block left scaled: with `delay_unscale`, or where it named others."""
@@ -142,7 +166,7 @@ class AmpOptimizer:
     def _settle_unnamed(self, *, is_step: bool = False) -> None:
         if (scale := self.unnamed.scale) is not None and is_step:
             self._events.step_uses_unnamed(self)
-        if scale and (found_inf := self.unnamed.settle(self._grads, is_step=is_step)) is not None:
+        if scale and (found_inf := self.unnamed.settle(is_step=is_step)) is not None:
             self._finish(scale, found_inf)
 
     def _finish(self, scale: Scale, found_inf: Tensor) -> BackwardOutcome | None:
@@ -170,46 +194,47 @@ class AmpOptimizer:
         `found_inf` is needed unless the scale is a static 1; `done` are those that others unscaled, by id.
         """
         self.masters.install_again()
+        self._grads.share()
         if self.delayed is not None:
-            self._earlier.give_back()  # scaled as well
             self.delayed, self.local.are_waiting = None, False
+            self.restore_grads()  # scaled as well
         if scale.is_identity:
-            self._grads.feed(None)
             return
-        grads = find_grads(self.own_params())
+        grads = find_grads(self.stepped_params())
         if done is not None:
             grads = [grad for grad in grads if id(grad) not in done]
             done.update(map(id, grads))
         scale.unscale_(grads, found_inf)
-        self._grads.feed(functools.partial(scale.unscale_, found_inf=found_inf))
 
     def discard_grads(self, scale: Scale) -> None:
         """Undoes a block that raised: drops its gradients. `restore_grads` must follow, for all optimizers.
 
-        What accumulates in place, as in plain torch, stays as the exception left it: gradients of
-        float32 weights with a static scale of 1, and those that are not averaged over ranks yet.
+        What accumulates in place, as in plain torch, stays as the exception left it: gradients with a static
+        scale of 1, and those that are not averaged over ranks yet.
         """
         self.local.coming.clear()
-        if self.delayed is None and scale.is_identity:
-            params: Iterable[Tensor] = (pair.half for pair in self.masters)
-        else:
-            params = () if self.local.are_waiting else self.model_params()
-        for param in params:
+        if self.local.are_waiting or (self.delayed is None and scale.is_identity):
+            return
+        for param in self.stepped_params():
             param.grad = None
+        self._grads.take_away()
 
     def restore_grads(self) -> None:
-        """Puts earlier gradients back after a block that unscaled nothing, or not all at once."""
-        self.end_backward()
-        self._grads.note_seen()
+        """Puts earlier gradients back, with the new ones added."""
+        if self._earlier:
+            if not self.local.are_waiting:
+                self._grads.share()
+            self._earlier.give_back()
+        if not self.local.are_waiting:
+            self._grads.share()
 
     def model_params(self) -> list[Tensor]:
         """The parameters that backward gives gradients to."""
         return [*self.own_params(), *(pair.half for pair in self.masters)]
 
-    def end_backward(self) -> None:
-        """Puts earlier gradients back, with the new ones added."""
-        self._earlier.give_back()
-        self._grads.end()
+    def stepped_params(self) -> list[Tensor]:
+        """The parameters that hold the gradients in float32: masters, and those that need none."""
+        return [*self.own_params(), *(pair.master for pair in self.masters)]
 
     # A step
 
@@ -246,8 +271,7 @@ class AmpOptimizer:
         waits = self.local.are_waiting or self.unnamed.scale is not None
         if not (evaluates and waits):  # else a closure has them averaged, or clears them
             self.settle(is_step=True)
-            if self._grads.follow(is_step=not evaluates):
-                self._grads.told = self._events.step_ignores_edits(self)
+            self._grads.share()
         self.last_outcomes, outcomes, self.pending = self.last_outcomes + self.pending, self.pending, []
         if outcomes:
             self._skip.skip_after_overflow(optimizer, self.params(), self.last_outcomes)
@@ -257,7 +281,6 @@ class AmpOptimizer:
         if self._lock.step is not sys._getframe(1):
             return
         self._skip.end(optimizer)
-        self._grads.drop()  # first, because rounding may need memory
         self.masters.end_step(optimizer)
         self._lock.step = None
         if self._captured is None:
@@ -269,7 +292,6 @@ class AmpOptimizer:
         """Notes that a step ran in a CUDA graph that was replayed."""
         self._events.step_begins(self)
         self.last_outcomes, self.pending = self.pending, []
-        self._grads.drop()
         self._events.step_ended(self)
 
     def show_grads(self) -> None:
@@ -283,13 +305,17 @@ class AmpOptimizer:
     def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
         """Clears the gradients of masters, and those of the model, which are not in the groups."""
         self.masters.install_again()
+        sets_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        if sets_to_none:
+            self._grads.clear()
+        else:
+            self._grads.share()
         original(*args, **kwargs)
-        self._grads.clear(set_to_none=bool(kwargs.get("set_to_none", args[0] if args else True)))
 
     def close(self) -> None:
         """Leaves the gradients unscaled, asking no other rank, and takes the model's weights as they are."""
         self.is_closed, self.end_block = True, do_nothing  # a block that was made before finds it so
         self.settle()
-        self._grads.drop_restarted()
+        self._grads.share()
         drop_after_overflow(self.optimizer, [*self.params(), *self.model_params()], self.pending)
         self.masters.take_edits()

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch.errors import AmpError
 from ampatch.levels.private import withholds_grads
 from ampatch.levels.ranks import has_ranks, select_sharded
-from ampatch.steps.masters.grads import clear_master_grad
 from ampatch.steps.masters.weight import Weight
 from ampatch.steps.ranks import list_meshes
 from ampatch.steps.scaler import Scale
@@ -44,13 +43,15 @@ class LocalGrads:
 
 
 @torch.no_grad()
-def scale_again(own: Iterable[Tensor], pairs: Iterable[Weight], before: Scale, scale: Scale) -> None:
+def scale_again(own: Iterable[Tensor], pairs: Iterable[Weight], scale: Scale) -> None:
     """Goes on as if nobody had read the gradients that wait: they are not averaged yet."""
     for param in own:
         param.grad = None if param.grad is None else scale.scale(param.grad)
     for pair in pairs:
-        pair.half.grad = None if pair.half.grad is None else scale.rescale(pair.half.grad, before)
-        clear_master_grad(pair)
+        grad, half = pair.master.grad, pair.half
+        pair.master.grad = half.grad = None
+        if grad is not None:  # in half again, as DistributedDataParallel wants to add to it
+            half.grad = scale.scale(grad).to(half.dtype)
 
 
 class WatchForward:

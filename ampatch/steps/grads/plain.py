@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ampatch.levels.private import is_expanded
+from ampatch.levels.private import has_function_modes, is_expanded
 
 
 @torch.no_grad()
@@ -19,7 +19,9 @@ def cast_grads(grads: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]
     are_plain = set(map(type, grads)) == {Tensor} and True not in [grad.is_sparse for grad in grads]
     if not are_plain or grads[0].device != likes[0].device:
         return [_cast_grad(grad, like) for grad, like in zip(grads, likes, strict=True)]
-    casts = list(map(torch.empty_like, likes))
+    # Who watches operations, as the doctor does, would take what was left in free memory for numbers.
+    make = torch.zeros_like if has_function_modes() else torch.empty_like
+    casts = list(map(make, likes))
     torch._foreach_copy_(casts, grads)
     return casts
 
@@ -75,6 +77,9 @@ class EarlierGrads:
 
     def __init__(self) -> None:
         self._set_aside: list[tuple[Tensor, Tensor]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._set_aside)
 
     def take(self, params: Iterable[Tensor]) -> None:
         """Takes the gradients of parameters away."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from threading import get_ident
 from weakref import ref
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from ampatch.errors import AmpError
 from ampatch.steps.grads.plain import find_grads
-from ampatch.steps.masters.grads import MasterGrads
 from ampatch.steps.scaler import Scale
 
 BeforeGrad = tuple[Tensor, "Tensor | None", int, bool]  # a parameter, its gradient, version, if scaled
@@ -42,15 +40,12 @@ class UnnamedGrads:
         self._found_inf: Tensor | None = None  # of these
 
     @torch.no_grad()
-    def begin_late(self, own: Iterable[Tensor], of_masters: MasterGrads, scale: Scale) -> None:
-        """Scales gradients from before, since a late backward adds to them; `own` have no masters."""
-        self.unscale(of_masters)
-        params = [param for param in own if param.grad is not None]
+    def begin_late(self, params: Iterable[Tensor], scale: Scale) -> None:
+        """Scales gradients from before, since a late backward adds to them."""
+        self.unscale()
+        params = [param for param in params if param.grad is not None]
         for param in params:
             param.grad = scale.scale(param.grad)
-        of_masters.follow()
-        for pair in of_masters.pairs:  # those of masters have them
-            pair.half.grad = pair.grad_used = None
         self.scale, self._scaled = scale, _see_grads(params)
 
     @torch.no_grad()
@@ -105,45 +100,31 @@ class UnnamedGrads:
         return any(param.grad is (find and find()) for param, find in self._lost)
 
     @torch.no_grad()
-    def unscale(self, of_masters: MasterGrads) -> None:
+    def unscale(self) -> None:
         """Unscales what is still there, and drops what was added to others; no host sync."""
-        self._drop_mixed(of_masters)
-        params, self._scaled = _find_seen(self._scaled), []
+        for param in _find_seen(self._mixed):
+            param.grad = None
+            self._lost.append((param, None))
+        params, self._scaled, self._mixed = _find_seen(self._scaled), [], []
         if not params:
             return
         if self._found_inf is None:
             self._found_inf = self.scale.scaler.new_found_inf()
-        unscale = functools.partial(self.scale.unscale_, found_inf=self._found_inf)
-        pairs = of_masters.by_half()
-        own = [param for param in params if id(param) not in pairs]
-        unscale(find_grads(own))
-        for param in own:  # so that another optimizer, which steps the parameter as well, knows it no more
+        self.scale.unscale_(find_grads(params), self._found_inf)
+        for param in params:  # so that another optimizer, which steps the parameter as well, knows it no more
             param.grad = param.grad.detach()
-        of_masters.feed(unscale, [pairs[id(param)] for param in params if id(param) in pairs])
         self._unscaled += _see_grads(params)
 
-    def settle(self, of_masters: MasterGrads, *, is_step: bool) -> Tensor | None:
+    def settle(self, *, is_step: bool) -> Tensor | None:
         """Unscales what is still there, drops what cannot be, and returns the found_inf of what is left."""
         used = self.find() if self.looks and not is_step else []
         self._were_any = are_any(used) if used else None
-        self.unscale(of_masters)
+        self.unscale()
         if used:
-            pairs = of_masters.by_half()
-            holders = [pairs[id(one)].master if id(one) in pairs else one for one in used]
-            self._used = _see_grads(one for one in holders if one.grad is not None)
+            self._used = _see_grads(one for one in used if one.grad is not None)
         found_inf = self._found_inf if _find_seen(self._unscaled) else None
         self._unscaled, self._lost, self._found_inf, self.scale = [], [], None, None
         return found_inf
-
-    def _drop_mixed(self, of_masters: MasterGrads) -> None:
-        pairs = of_masters.by_half()
-        mixed, self._mixed = _find_seen(self._mixed), []
-        for param in mixed:
-            if id(param) in pairs:
-                of_masters.skip(pairs[id(param)])
-            else:
-                param.grad = None
-            self._lost.append((param, None if param.grad is None else ref(param.grad)))
 
 
 def are_any(params: Sequence[Tensor]) -> Tensor:

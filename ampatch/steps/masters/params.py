@@ -33,12 +33,7 @@ class MasterParams:
         self.optimizers = optimizers
         self._was_checked = False
 
-    def __del__(self) -> None:
-        self._forget()
-
     def _forget(self) -> None:
-        for pair in self.pairs:  # which live on with the model
-            pair.optimizers -= 1
         for known in (self.pairs, *self._plain, self._by_half, self._by_master):
             known.clear()
 
@@ -65,7 +60,6 @@ class MasterParams:
 
     def share(self, pair: Weight) -> None:
         """Takes a master that another optimizer steps as well."""
-        pair.optimizers += 1
         self.pairs.append(pair)
         if not pair.is_wrapper:
             for known, param in zip(self._plain, (pair.half, pair.master), strict=True):

@@ -24,13 +24,6 @@ def make_dense(tensor: Tensor) -> Tensor:
     return tensor if is_dense or is_wrapper(tensor) else tensor.contiguous()
 
 
-def is_same(grad: Tensor, other: Tensor) -> bool:
-    """Whether two half gradients have the same bits; one host sync."""
-    if grad.is_sparse or other.is_sparse or grad.dtype != other.dtype:
-        return False
-    return torch.equal(grad.detach().view(torch.int16), other.detach().view(torch.int16))
-
-
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written; one that was made in inference mode does not count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.levels.private import is_expanded
+from ampatch.levels.private import TAKES_ANY_GRAD, allow_any_grad, is_expanded, set_data
 from ampatch.levels.stack import StepLock
 from ampatch.steps.masters.tensors import (
     is_alone,
     is_comparable,
-    is_same,
     is_wrapper,
     make_dense,
     refine,
@@ -35,8 +36,7 @@ class Weight:
     __slots__ = (
         *("half", "is_wrapper", "kept", "master", "pointer", "precise", "seen", "shown", "touched"),
         *("__weakref__", "lock", "version", "written"),
-        *("grad_alone", "grad_copy", "grad_scaled", "grad_seen", "grad_used", "grad_version"),
-        *("optimizers", "steps"),
+        *("grad", "half_grad"),
     )
 
     def __init__(self, half: Tensor, precise: Tensor | None = None, touched: set[int] | None = None) -> None:
@@ -48,16 +48,10 @@ class Weight:
         self.lock = StepLock()
         self.shown: Tensor | None = None  # what a state_dict shows, if forwards are to look for edits of it,
         self.seen = 0  # and its version then
-        # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
-        # the one that was there when it last looked, with its version; whether the used one is scaled, and
-        # whether the master's has no others in it.
-        self.grad_used: Tensor | None = None
-        self.grad_seen: Tensor | None = None
-        self.grad_version = 0
-        self.grad_scaled = self.grad_alone = False
-        self.grad_copy: Tensor | None = None  # what it was when its `.data` was asked for
-        self.optimizers = 0  # how many step the master
-        self.steps = 0  # how many of them have used its gradient
+        # The gradient that master and half tensor were given to hold, if anybody holds it still, and by what
+        # the half tensor shows it.
+        self.grad: ref[Tensor] | None = None
+        self.half_grad: ref[Tensor] | None = None
         self.is_wrapper = is_wrapper(half)
         self.mark_synced()
 
@@ -210,6 +204,7 @@ class Weight:
         # Attributes that optimizers look for; what a wrapper holds is its own.
         master.__dict__.update(half.__dict__ | master.__dict__)
         self.touched, self.lock = touched, lock
+        allow_any_grad(half)
         self.mark_synced()
 
     def is_edited(self) -> bool:
@@ -265,35 +260,34 @@ class Weight:
             if self.touched is not None:
                 self.touched.add(id(asked))
 
-    def has_fresh_grad(self) -> bool:
-        """Whether there is a half gradient that has not gone into the master's.
+    # The gradient, which master and half tensor hold together
 
-        DistributedDataParallel moves gradients to another tensor when it rebuilds its buckets, so
-        another tensor with the same bits is the same gradient (to compare them costs a host sync).
-        """
-        grad, used = self.half.grad, self.grad_used
-        if grad is None or grad is used:
+    def find_grad(self) -> Tensor | None:
+        """The gradient that both were given last, if anybody holds it still."""
+        return None if self.grad is None else self.grad()
+
+    def hold_grad(self, grad: Tensor | None) -> None:
+        """Has both sides hold a gradient, or none."""
+        half = self.half
+        self.master.grad = grad  # type: ignore[union-attr]
+        if grad is None or TAKES_ANY_GRAD:
+            try:
+                half.grad = grad
+            except RuntimeError:  # it was swapped for another parameter since
+                allow_any_grad(half)
+                half.grad = grad
+        elif self.is_wrapper:  # of which `.data` is not what it wraps
+            half.grad = None
+        else:  # a gradient must have its parameter's type when it is assigned, and may have another one later
+            half.grad = torch.empty_like(half)
+            set_data(half.grad, grad)
+        self.grad = None if grad is None else ref(grad)
+        self.half_grad = None if half.grad is None else ref(half.grad)
+
+    def holds_grad(self) -> bool:
+        """Whether both sides are as `hold_grad` left them, where the half side has a tensor of its own."""
+        before = self.find_grad()
+        if before is None or before is not self.master.grad:  # type: ignore[union-attr]
             return False
-        return used is None or not is_same(grad, used)
-
-    def was_grad_remade(self) -> bool:
-        """Whether the half gradient that was used was cleared in place and made again, by no block."""
-        grad = self.half.grad
-        is_used = grad is not None and grad is self.grad_used
-        return is_used and not self.grad_scaled and grad._version != self.grad_version
-
-    def watch_grad(self) -> None:
-        """Copies the half gradient, whose `.data` was asked for: what is written there leaves no trace."""
-        grad = self.half.grad
-        if grad is self.grad_seen and grad._version == self.grad_version:
-            self.grad_copy, self.grad_version = grad.detach().clone(), ~grad._version  # no version there is
-
-    def was_grad_read(self) -> bool:
-        """Whether the half gradient is as it was when its `.data` was asked for; one host sync if it was."""
-        before, self.grad_copy = self.grad_copy, None
-        grad = self.half.grad
-        is_traced = before is None or grad is not self.grad_seen or grad._version != ~self.grad_version
-        if is_traced or not is_same(grad, before):
-            return False
-        self.grad_version = grad._version
-        return True
+        shown = self.half.grad
+        return shown is None if self.half_grad is None else shown is not None and shown is self.half_grad()

@@ -243,9 +243,8 @@ def _combine(step: int, outcomes: Sequence[BackwardOutcome]) -> ScaleUpdate:
 
 def _look_closer(amp: AmpOptimizer, update: ScaleUpdate) -> Underflow | None:
     """Counts the gradients of a step that are lost at its scale; some host syncs."""
-    halves = [(pair.half.grad, 1.0) for pair in amp.masters if pair.half.grad is not None]
-    own = [(param.grad, update.scale) for param in amp.own_params() if param.grad is not None]
-    return count_underflow([*halves, *own])
+    grads = [param.grad for param in amp.stepped_params() if param.grad is not None]
+    return count_underflow([(grad, update.scale) for grad in grads])
 
 
 # Callbacks are those of the process, as the session is.

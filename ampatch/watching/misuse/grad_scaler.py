@@ -1,4 +1,4 @@
-"""A GradScaler beside `scale_loss`, or in its place where an optimizer has masters."""
+"""A GradScaler beside `scale_loss`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.amp import GradScaler
 
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.watching.misuse.loss_scale import RIGHT, ScaleWatch
+from ampatch.watching.misuse.loss_scale import ScaleWatch
 from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 BESIDE = (
     "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales: use one of the two; "
     "without the GradScaler, call optimizer.step()"
-)
-INSTEAD = (
-    "a GradScaler steps an optimizer with float32 masters, which get their gradients from scale_loss: write "
-    f"{RIGHT}, then optimizer.step()"
 )
 
 
@@ -55,6 +51,3 @@ class GradScalerWatch(SessionPatch):
             return
         if self._scale_watch.had_block(amp):
             self._warner.warn("GradScaler", BESIDE)
-        elif amp.masters.pairs and not any(pair.master.grad is not None for pair in amp.masters):
-            self._warner.warn("GradScaler", INSTEAD)
-            amp.settle_for_reader()  # masters have gradients then, which it unscales as well

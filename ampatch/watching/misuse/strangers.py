@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HALF = (
     "{} steps half parameters of an initialized model, and initialize never saw it: it has no masters, so "
-    "small updates are lost, and gradients stay scaled: make the optimizer first, then call "
+    "small updates are lost: make the optimizer first, then call "
     "amp.initialize(model, optimizer)"
 )
 

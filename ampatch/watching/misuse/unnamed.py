@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 
 from ampatch.levels.stack import Line, find_line, is_running
 from ampatch.steps.grads.unnamed import BeforeGrad, UnnamedGrads, are_any
-from ampatch.steps.masters.grads import MasterGrads
+from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
     from ampatch.session.members import Members
-    from ampatch.steps.optimizer import AmpOptimizer
     from ampatch.steps.scaler import Scale
 
 TEXTS = {
@@ -71,9 +70,11 @@ class UnnamedWatch:
         unscaled = _ids(named)
         ours = self._list_ours()
         idle = [amp for amp in others if amp.thread in ours and _is_idle(amp)]
-        for amp in idle if kind == "late" else ():
-            amp.unnamed.begin_late(amp.own_params(), MasterGrads(amp.masters.pairs), scale)
-        before = [(amp, amp.unnamed.begin(_others(amp.model_params(), unscaled), scale)) for amp in idle]
+        for amp in idle:
+            amp.begin_backward()
+            if kind == "late":
+                amp.unnamed.begin_late(amp.stepped_params(), scale)
+        before = [(amp, amp.unnamed.begin(_others(amp.stepped_params(), unscaled), scale)) for amp in idle]
         return Marked(kind, scale, [*before, *self._begin_strangers(_ids((*others, *named)), scale)])
 
     def _begin_strangers(self, known: set[int], scale: Scale) -> list[tuple[Stranger, list[BeforeGrad]]]:
@@ -94,6 +95,8 @@ class UnnamedWatch:
         ours = self._list_ours()
         for one, before in marked.before:
             is_ours = isinstance(one, Stranger) or one.thread in ours
+            if isinstance(one, AmpOptimizer) and is_ours:
+                one.end_backward()
             if one.unnamed.end(before if is_ours else (), marked.scale) and (
                 (id(one), marked.kind) not in self._judged
             ):
@@ -134,7 +137,7 @@ class UnnamedWatch:
 
 
 def _ids(optimizers: Iterable[AmpOptimizer]) -> set[int]:
-    return {id(param) for one in optimizers for param in one.model_params()}
+    return {id(param) for one in optimizers for param in one.stepped_params()}
 
 
 def _is_idle(amp: AmpOptimizer) -> bool:

@@ -31,7 +31,7 @@ class MisuseWatch(SessionListener):
         self._warner = Warner()
         self._unnamed = UnnamedWatch(self._warner, members)
         self._scale = ScaleWatch(self._warner, members, session.scalers, self._unnamed)
-        self._clip = ClipWatch(self._warner, self._scale, self._unnamed, members)
+        self._clip = ClipWatch(self._warner, self._scale, self._unnamed)
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
         self._averages = AverageWatch(self._warner, lambda: session.shared.copies, session.data_watch.views)
@@ -51,7 +51,6 @@ class MisuseWatch(SessionListener):
         if policy.loss_scale != StaticLossScale(1.0):
             self._open_scaled(undo)
         if policy.master_weights:
-            self._clip.open(undo)
             self._scaler.open(undo)
         if policy.casts_model:
             self._half.open(undo)
@@ -97,10 +96,6 @@ class MisuseWatch(SessionListener):
         self._averages.check_step()
         if self._halved:
             check_halved(self._warner, self._halved, amp)
-
-    def step_ignores_edits(self, amp: AmpOptimizer) -> bool:
-        """Warns of half gradients that were changed where masters do not see it, and says if it did."""
-        return self._clip.warn_of_ignored()
 
     def step_uses_unnamed(self, amp: AmpOptimizer) -> None:
         """Warns of scaled gradients that a step is about to use; before anything of it is done."""

@@ -1,0 +1,73 @@
+"""Backward passes: after each of them half weights and their masters hold the same gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from threading import get_ident
+from types import GetSetDescriptorType
+
+import torch
+from torch import Tensor
+
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.private import TAKES_ANY_GRAD, graph_task, set_data
+from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
+from ampatch.session.members import Members
+from ampatch.steps.masters.weight import Weight
+from ampatch.steps.optimizer import AmpOptimizer
+
+
+class Backwards(SessionPatch):
+    """Tells optimizers with masters when a backward begins and has ended; no hook of torch's does.
+
+    `Tensor.backward` calls `torch.autograd.backward`, which is patched.
+    """
+
+    def __init__(self, members: Members, weights: Mapping[int, Weight]) -> None:
+        super().__init__()
+        self._members, self._weights = members, weights
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces what makes gradients, and in an older torch how they are assigned."""
+        patcher.replace(torch.autograd, "backward", self._watch(torch.autograd.backward))
+        if not TAKES_ANY_GRAD:
+            patcher.replace(Tensor, "grad", self._take_any(get_raw(Tensor, "grad")))
+
+    def _take_any(self, original: GetSetDescriptorType) -> property:
+        """Lets half weights take float32 gradients, as `param.grad *= 0.5` assigns one."""
+        weights = self._weights
+
+        def write(tensor: Tensor, grad: Tensor | None) -> None:
+            is_other = grad is not None and grad.dtype is torch.float32 and tensor.dtype in HALF_TYPES
+            weight = weights.get(id(tensor)) if is_other else None
+            if weight is None or weight.is_wrapper:
+                original.__set__(tensor, grad)
+            else:
+                original.__set__(tensor, torch.empty_like(tensor))
+                set_data(original.__get__(tensor), grad)
+
+        return property(original.__get__, write, doc=original.__doc__)
+
+    def _watch(self, run: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(run)
+        def backward(*args: object, **kwargs: object) -> None:
+            if graph_task() != -1 or torch.compiler.is_dynamo_compiling():  # inside of another one
+                return run(*args, **kwargs)
+            amps = self._list_ours()
+            for amp in amps:
+                amp.begin_backward()
+            try:
+                run(*args, **kwargs)
+            finally:
+                for amp in amps:
+                    amp.end_backward()
+
+        return backward
+
+    def _list_ours(self) -> list[AmpOptimizer]:
+        """The optimizers with masters that this thread uses; where others train, a new one may be theirs."""
+        amps, own = self._members.optimizers(), {None, get_ident()}
+        if not own.issuperset(amp.thread for amp in amps):
+            own.discard(None)
+        return [amp for amp in amps if amp.masters.pairs and amp.thread in own]

@@ -1,0 +1,434 @@
+"""Random programs of blocks, gradients and steps, at every level: the bits of masters that are kept by hand.
+
+`python tests/test_step_programs.py 500` runs so many, and prints those that differ. By hand, each weight is a
+float32 tensor with one float32 gradient; a forward rounds it to the half type, and nothing else is half.
+"""
+
+import functools
+import random
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+import ampatch as amp
+from mastering import saved
+from stepping import INF
+
+HALF = {"O0": None, "O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+OPTIMIZERS = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.25),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.05, foreach=True),
+    "fused Adam": functools.partial(torch.optim.Adam, lr=0.05, fused=True),
+}
+MODELS, LOSSES, LENGTH, GROWTH = 2, 2, 40, 3
+OFTEN = {"do_block": 8, "do_step": 6, "do_clear": 3, "do_edit_gradients": 3, "do_plain_backward": 3}
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3, bias=False))
+
+
+class Scale:
+    """A loss scale that follows overflows, or stays."""
+
+    def __init__(self, number, is_dynamic):
+        self.number, self.is_dynamic, self.clean, self.updates = number, is_dynamic, 0, 0
+
+    @property
+    def now(self):
+        """The scale as it is until it is updated."""
+        return self, self.updates, self.number
+
+    def update(self, found_inf, *, counts):
+        if not self.is_dynamic:
+            return
+        self.updates += 1
+        self.clean = 0 if found_inf else self.clean + counts
+        if found_inf:
+            self.number /= 2
+        elif self.clean == GROWTH:
+            self.number, self.clean = self.number * 2, 0
+
+
+class ByHand:
+    """What a loss scale and an overflow do, on float32 parameters with float32 gradients.
+
+    `delayed` says of each model by which scale, at which of its updates, its gradients are still multiplied.
+    """
+
+    def __init__(self, models, make, half, scales):
+        self.half, self.scales, self.delayed = half, scales, [None] * len(models)
+        self.models = [
+            [Parameter(param.detach().clone()) for param in model.parameters()] for model in models
+        ]
+        self.optimizers = [make(params) for params in self.models]
+        self.overflowed = [False] * len(models)
+
+    def forward(self, index, batch):
+        self.used = [
+            param.detach().to(self.half or param.dtype).requires_grad_(param.requires_grad)
+            for param in self.models[index]
+        ]
+        first, bias, second = self.used
+        hidden = linear(batch.to(first.dtype), first, bias)
+        return linear(torch.relu(hidden), second).float()
+
+    def backward(self, chain, batch, factor, scale):
+        """Adds the gradients of a loss, times a scale, to those that there are."""
+        used = []
+        for index in chain:
+            batch = self.forward(index, batch)
+            used += zip(self.models[index], self.used, strict=True)
+        loss = batch.square().mean() * factor
+        wanted = [(param, one) for param, one in used if one.requires_grad]
+        for (param, _), grad in zip(
+            wanted, torch.autograd.grad(loss * scale, [one for _, one in wanted]), strict=True
+        ):
+            param.grad = grad.float() if param.grad is None else param.grad + grad.float()
+
+    def params(self, chain):
+        return [param for index in chain for param in self.models[index]]
+
+    def set_aside(self, chain):
+        params = self.params(chain)
+        aside = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        return aside
+
+    def put_back(self, chain, aside):
+        for param, earlier in zip(self.params(chain), aside, strict=True):
+            if earlier is not None:
+                param.grad = earlier if param.grad is None else earlier + param.grad
+
+    def begin(self, chain, now):
+        """Settles what another scale has left; returns what was there, and what of it is scaled."""
+        for index in chain:
+            if self.delayed[index] not in (None, now):
+                self.settle(index)
+        return self.set_aside(chain)
+
+    def delay(self, chain, now, aside):
+        for index in chain:
+            is_scaled = self.delayed[index] is not None
+            self.delayed[index] = now
+            for param in self.models[index]:
+                earlier = aside.pop(0)
+                if earlier is not None:
+                    # Of an overflow that is known nothing is left, or it would count again.
+                    clean = torch.zeros_like(earlier) if self.overflowed[index] else earlier * now[2]
+                    earlier = earlier if is_scaled else clean
+                    param.grad = earlier if param.grad is None else earlier + param.grad
+
+    def end(self, chain, now, aside):
+        waits = [index for index in chain if self.delayed[index] is not None]
+        for index in chain:
+            earlier = [aside.pop(0) for _ in self.models[index]]
+            if index in waits:
+                self.put_back([index], earlier)
+                earlier = [None] * len(earlier)
+                self.delayed[index] = None
+            aside += earlier
+        self.unscale(chain, now[0], now[2])
+        self.put_back(chain, aside)
+
+    def settle(self, index):
+        (scale, _, number), self.delayed[index] = self.delayed[index], None
+        self.unscale([index], scale, number, counts=False)
+
+    def unscale(self, chain, scale, number, *, counts=True):
+        """Divides the gradients that there are, and updates the scale."""
+        found_inf = False
+        for param in self.params(chain):
+            if param.grad is not None:
+                param.grad = param.grad / number
+                found_inf |= not param.grad.isfinite().all()
+        for index in chain:
+            self.overflowed[index] |= bool(found_inf and scale.is_dynamic)
+        scale.update(found_inf, counts=counts)
+
+    def step(self, index):
+        if self.delayed[index] is not None:
+            self.settle(index)
+        was_skipped, self.overflowed[index] = self.overflowed[index], False
+        if not was_skipped:
+            self.optimizers[index].step()
+        return was_skipped
+
+
+class Program:
+    """One run of the program of a seed, and beside it the same by hand."""
+
+    def __init__(self, seed):
+        self.dice = dice = random.Random(seed)
+        torch.manual_seed(seed)
+        self.level, self.kind = dice.choice(list(HALF)), dice.choice(list(OPTIMIZERS))
+        self.scale = dice.choice([1.0, 8.0, "dynamic"])
+        self.models = [make_model() for _ in range(MODELS)]
+        make = OPTIMIZERS[self.kind]
+        self.optimizers = [make(model.parameters()) for model in self.models]
+        is_dynamic = self.scale == "dynamic"
+        number = 16.0 if is_dynamic else self.scale
+        scales = [Scale(number, is_dynamic) for _ in range(LOSSES)]
+        self.by_hand = ByHand(self.models, make, HALF[self.level], scales)
+        self.open()
+        self.done = []
+
+    def open(self):
+        scale = self.scale
+        if scale == "dynamic":
+            scale = amp.DynamicLossScale(16.0, growth_interval=GROWTH, max_scale=None)
+        options = {"loss_scale": scale, "num_losses": LOSSES, "verbosity": 0}
+        amp.initialize(self.models, self.optimizers, opt_level=self.level, **options)
+
+    def run(self):
+        """Returns what differs first, None if nothing does."""
+        names = [name for name in dir(self) if name.startswith("do_")]
+        for name in self.dice.choices(names, [OFTEN.get(name, 1) for name in names], k=LENGTH):
+            self.done.append(name)
+            getattr(self, name)()
+            if (difference := self.compare()) is not None:
+                return f"{self.level} {self.kind} {self.scale}: {difference} after {self.done[-8:]}"
+        return None
+
+    def compare(self):
+        for index, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            masters = list(amp.master_params(optimizer))
+            for at, (half, master, expected) in enumerate(
+                zip(model.parameters(), masters, self.by_hand.models[index], strict=True)
+            ):
+                rounded = expected.detach().to(half.dtype)
+                pairs = {
+                    "master": (master.detach(), expected.detach()),
+                    "weight": (half.detach(), rounded),
+                    "gradient of the master": (master.grad, expected.grad),
+                    "gradient of the model": (half.grad, expected.grad),
+                }
+                for what, (one, other) in pairs.items():
+                    if not is_same(one, other):
+                        return f"{what} {at} of model {index}: {one} for {other}"
+        scales = [amp.get_loss_scale(loss_id) for loss_id in range(LOSSES)]
+        expected = [scale.number for scale in self.by_hand.scales]
+        return None if scales == expected else f"scales {scales} for {expected}"
+
+    # ---- Choices ----
+
+    def pick_chain(self):
+        first = self.dice.randrange(MODELS)
+        return [first, 1 - first] if self.dice.random() < 0.3 else [first]
+
+    def make_batch(self):
+        return torch.tensor([[self.dice.uniform(-2, 2) for _ in range(3)] for _ in range(2)])
+
+    def pick_factor(self):
+        return self.dice.choice([INF if self.scale == "dynamic" else 2.0, 1.0, 1.0, 1.0])
+
+    def loss(self, chain, batch, factor):
+        for index in chain:
+            batch = self.models[index](batch).float()
+        return batch.square().mean() * factor
+
+    def sides(self, index):
+        """The parameters of one side, and those by hand."""
+        if self.dice.random() < 0.5:
+            return list(self.models[index].parameters()), self.by_hand.models[index]
+        groups = self.optimizers[index].param_groups
+        return [param for group in groups for param in group["params"]], self.by_hand.models[index]
+
+    # ---- Gradients ----
+
+    def do_block(self, *, raises=False, edits=False, delays=False):
+        chain, hand = self.pick_chain(), self.by_hand
+        loss_id = self.dice.randrange(LOSSES) if self.dice.random() < 0.3 else 0
+        now = hand.scales[loss_id].now
+        is_plain = self.scale == 1.0  # then gradients accumulate where they are
+        aside = [None] * len(hand.params(chain)) if is_plain else hand.begin(chain, now)
+        options = {"loss_id": loss_id, "delay_unscale": delays}
+        losses = [(self.make_batch(), self.pick_factor()) for _ in range(self.dice.choice([1, 1, 2]))]
+        try:
+            first = self.loss(chain, *losses[0])
+            with amp.scale_loss(first, [self.optimizers[index] for index in chain], **options) as scaled:
+                for at, (batch, factor) in enumerate(losses):
+                    (self.loss(chain, batch, factor) * now[2] if at else scaled).backward()
+                    hand.backward(chain, batch, factor, now[2])
+                if edits:
+                    self.edit(chain[0])
+                if raises:
+                    raise KeyError
+        except KeyError:
+            if not is_plain:  # else it is as in plain torch
+                hand.set_aside(chain)
+            hand.put_back(chain, aside)
+        else:
+            (hand.delay if delays and not is_plain else hand.end)(chain, now, aside)
+
+    def do_block_that_raises(self):
+        self.do_block(raises=True)
+
+    def do_block_with_edits(self):
+        self.do_block(edits=True)
+
+    def do_delayed_block(self):
+        self.do_block(delays=True)
+
+    def do_plain_backward(self):
+        chain, batch = self.pick_chain(), self.make_batch()
+        if self.scale == "dynamic" or any(self.by_hand.delayed):  # which warns, or mixes scales
+            return
+        self.loss(chain, batch, 1.0).backward()
+        self.by_hand.backward(chain, batch, 1.0, 1.0)
+
+    def do_edit_gradients(self):
+        self.edit(self.dice.randrange(MODELS))
+
+    def edit(self, index):
+        edit = self.dice.choice([halve, halve_data, replace, add_noise, clip_norm, clip_values, give])
+        ours, by_hand = self.sides(index)
+        for params in (ours, by_hand):
+            edit(params)
+
+    def do_clear(self):
+        index, way = self.dice.randrange(MODELS), self.dice.choice(["model", "optimizer", "params", "some"])
+        to_none = self.dice.random() < 0.6
+        if way in ("model", "optimizer"):
+            owner = self.models[index] if way == "model" else self.optimizers[index]
+            owner.zero_grad(set_to_none=to_none)
+            self.by_hand.optimizers[index].zero_grad(set_to_none=to_none)
+            return
+        for params in self.sides(index):
+            for param in params if way == "params" else params[:1]:
+                param.grad = None
+
+    # ---- Steps ----
+
+    def do_step(self):
+        index = self.dice.randrange(MODELS)
+        self.optimizers[index].step()
+        assert amp.step_was_skipped(self.optimizers[index]) == self.by_hand.step(index)
+
+    def do_iteration(self):
+        for index, optimizer in enumerate(self.optimizers):
+            optimizer.zero_grad()
+            self.by_hand.optimizers[index].zero_grad()
+        self.do_block()
+        self.do_step()
+
+    # ---- Weights ----
+
+    def do_write_to_the_model(self):
+        index = self.dice.randrange(MODELS)
+        param, by_hand = next(self.models[index].parameters()), self.by_hand.models[index][0]
+        with torch.no_grad():
+            param[0] = 0.5  # which every half type holds
+            is_edit = by_hand[0].to(param.dtype) != 0.5  # what puts the bits there that there are is none
+            by_hand[0] = torch.where(is_edit, torch.full_like(by_hand[0], 0.5), by_hand[0])
+
+    def do_write_to_masters(self):
+        index = self.dice.randrange(MODELS)
+        with torch.no_grad():
+            for params in (amp.master_params(self.optimizers[index]), self.by_hand.models[index]):
+                next(iter(params)).mul_(0.75)
+        self.models[index](self.make_batch())  # a forward shows it
+
+    def do_freeze(self):
+        index = self.dice.randrange(MODELS)
+        params = list(self.models[index].parameters()), list(amp.master_params(self.optimizers[index]))
+        for one in (params[0][0], params[1][0], self.by_hand.models[index][0]):
+            one.requires_grad_(not one.requires_grad if one is params[0][0] else params[0][0].requires_grad)
+
+    def do_resume(self):
+        """A checkpoint of all is saved, and loaded again."""
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            model.load_state_dict(saved(model.state_dict()))
+            optimizer.load_state_dict(saved(optimizer.state_dict()))
+        amp.load_state_dict(saved(amp.state_dict()))
+        for scale in self.by_hand.scales:
+            scale.updates += scale.is_dynamic  # what waits for an earlier one is settled apart
+
+    def do_change_level(self):
+        for index, optimizer in enumerate(self.optimizers):
+            optimizer.zero_grad()
+            self.by_hand.optimizers[index].zero_grad()
+        amp.uninitialize()
+        self.level, hand = self.dice.choice(list(HALF)), self.by_hand
+        hand.half, hand.delayed, hand.overflowed = HALF[self.level], [None] * MODELS, [False] * MODELS
+        number = 16.0 if self.scale == "dynamic" else self.scale
+        hand.scales = [Scale(number, self.scale == "dynamic") for _ in range(LOSSES)]
+        self.open()
+
+
+def is_same(one, other):
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(
+        one.detach().nan_to_num(7.0, 8.0, 9.0), other.detach().nan_to_num(7.0, 8.0, 9.0)
+    )
+
+
+def halve(params):
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def halve_data(params):
+    for param in params:
+        if param.grad is not None:
+            param.grad.data.mul_(0.5)
+
+
+def replace(params):
+    for param in params:
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+def add_noise(params):
+    for param in params:
+        if param.grad is not None:
+            param.grad += torch.linspace(-1, 1, param.numel()).view_as(param)
+
+
+def give(params):
+    """As gradient surgery does: a new tensor, whether there was one or not."""
+    params[0].grad = torch.linspace(-1, 1, params[0].numel()).view(params[0].shape)
+
+
+def clip_norm(params):
+    torch.nn.utils.clip_grad_norm_(params, 0.5)
+
+
+def clip_values(params):
+    if any(param.grad is not None for param in params):  # else torch raises
+        torch.nn.utils.clip_grad_value_(params, 0.25)
+
+
+def find_difference(seed):
+    """Says where a program differs from the one by hand, None if it does not."""
+    try:
+        difference = Program(seed).run()
+    finally:
+        amp.uninitialize()
+    return difference and f"seed {seed}: {difference}"
+
+
+@pytest.mark.filterwarnings(
+    "ignore:gradients are clipped", "ignore:backward.. in a block of scale_loss began"
+)
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_a_random_program_has_the_bits_of_masters_by_hand(first):
+    assert not [line for seed in range(first, first + 10) if (line := find_difference(seed))]
+
+
+if __name__ == "__main__":
+    import warnings
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = [line for seed in range(int(sys.argv[1])) if (line := find_difference(seed))]
+    print(*found, f"{len(found)} of {sys.argv[1]} programs differ", sep="\n")
