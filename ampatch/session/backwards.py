@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.levels.private import TAKES_ANY_GRAD, graph_task, set_data
+from ampatch.levels.private import RUN_BACKWARD, TAKES_ANY_GRAD, graph_task, set_data
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 from ampatch.session.members import Members
 from ampatch.steps.masters.weight import Weight
@@ -21,7 +21,8 @@ from ampatch.steps.optimizer import AmpOptimizer
 class Backwards(SessionPatch):
     """Tells optimizers with masters when a backward begins and has ended; no hook of torch's does.
 
-    `Tensor.backward` calls `torch.autograd.backward`, which is patched.
+    `torch.autograd.backward` calls torch's engine by a name that is patched: whoever patches
+    `torch.autograd.backward`, as the doctor does, sees afterwards what scripts will see.
     """
 
     def __init__(self, members: Members, weights: Mapping[int, Weight]) -> None:
@@ -30,7 +31,8 @@ class Backwards(SessionPatch):
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what makes gradients, and in an older torch how they are assigned."""
-        patcher.replace(torch.autograd, "backward", self._watch(torch.autograd.backward))
+        parent, name = (torch.autograd, "backward") if RUN_BACKWARD.is_missing() else RUN_BACKWARD.find_place()
+        patcher.replace(parent, name, self._watch(getattr(parent, name)))
         if not TAKES_ANY_GRAD:
             patcher.replace(Tensor, "grad", self._take_any(get_raw(Tensor, "grad")))
 
@@ -49,16 +51,17 @@ class Backwards(SessionPatch):
 
         return property(original.__get__, write, doc=original.__doc__)
 
-    def _watch(self, run: Callable[..., None]) -> Callable[..., None]:
+    def _watch(self, run: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(run)
-        def backward(*args: object, **kwargs: object) -> None:
-            if graph_task() != -1 or torch.compiler.is_dynamo_compiling():  # inside of another one
+        def backward(*args: object, **kwargs: object) -> object:
+            is_inner = graph_task() != -1 or torch.compiler.is_dynamo_compiling()
+            if is_inner or not kwargs.get("accumulate_grad", True):  # of torch.autograd.grad
                 return run(*args, **kwargs)
             amps = self._list_ours()
             for amp in amps:
                 amp.begin_backward()
             try:
-                run(*args, **kwargs)
+                return run(*args, **kwargs)
             finally:
                 for amp in amps:
                     amp.end_backward()
