@@ -31,8 +31,9 @@ class Backwards(SessionPatch):
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what makes gradients, and in an older torch how they are assigned."""
-        parent, name = (torch.autograd, "backward") if RUN_BACKWARD.is_missing() else RUN_BACKWARD.find_place()
-        patcher.replace(parent, name, self._watch(getattr(parent, name)))
+        is_missing = RUN_BACKWARD.is_missing()
+        place = (torch.autograd, "backward") if is_missing else RUN_BACKWARD.find_place()
+        patcher.replace(*place, self._watch(getattr(*place)))
         if not TAKES_ANY_GRAD:
             patcher.replace(Tensor, "grad", self._take_any(get_raw(Tensor, "grad")))
 
