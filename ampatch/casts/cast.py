@@ -95,25 +95,30 @@ class CastState:
     def end_casts(self, optimizer: Optimizer) -> None:
         """Begins an iteration at a step of an optimizer, which changes its parameters."""
         self._graphs.clear()
-        used = [cache for cache in self._caches.values() if cache.is_used]
-        if not used:  # as after a step whose beginning has ended them
-            return
-        changed = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for cache in used:
-            cache.end(changed)
-        self.recheck_casts()  # of what it does not step, after collectives as well
+        changed: set[int] | None = None
+        for cache in self._caches.values():
+            if cache.entries or cache.waiting:  # not after a step whose beginning has ended them
+                if changed is None:
+                    changed = {id(param) for group in optimizer.param_groups for param in group["params"]}
+                cache.end(changed)
+        if changed is not None:
+            self.recheck_casts()  # of what it does not step, after collectives as well
 
     def end_iteration(self) -> None:
         """Begins an iteration: casts of parameters that may change unseen are made again."""
-        self._graphs.clear()
-        self.recheck_casts()
+        if not torch.compiler.is_dynamo_compiling():  # graphs keep no casts; a count would be a guard
+            self._graphs.clear()
+            self.recheck_casts()
 
     def recheck_casts(self) -> None:
         """Has the cached casts of parameters that may change unseen checked, or made again."""
         # Among ranks: collectives write without a trace, and shards are gathered into new memory.
-        end = CastCache.forget_others if _is_distributed() else CastCache.recheck
+        is_among_ranks = _is_distributed()
         for cache in self._caches.values():
-            end(cache)
+            if is_among_ranks:
+                cache.forget_others()
+            elif cache.entries or cache.waiting:
+                cache.recheck()
 
     @property
     def nbytes(self) -> int:

@@ -64,8 +64,8 @@ class CastCache:
         # Other threads may add and forget some at any time, and the garbage collector clears them all when it
         # frees a model: so loops go over a copy, and a move puts a cast into the other dictionary first, in
         # place, where another thread that forgets it finds it as well.
-        self._entries: Entries = {}
-        self._waiting: Entries = {}  # of iterations that ended, not used since
+        self.entries: Entries = {}
+        self.waiting: Entries = {}  # of iterations that ended, not used since
         # By thread: what its steps have changed. That thread writes it again, since no other knows that no
         # step is under way.
         self._stale: dict[int, Entries] = {}
@@ -77,7 +77,7 @@ class CastCache:
 
     @property
     def _all(self) -> tuple[Entries, ...]:
-        return self._entries, self._waiting, *self._stale.values()
+        return self.entries, self.waiting, *self._stale.values()
 
     @property
     def nbytes(self) -> int:
@@ -89,8 +89,8 @@ class CastCache:
 
     def forget_others(self) -> None:
         """Forgets every cast but those that are written again before use."""
-        self._entries.clear()
-        self._waiting.clear()
+        self.entries.clear()
+        self.waiting.clear()
 
     def clear(self) -> None:
         """Forgets every cast."""
@@ -102,7 +102,7 @@ class CastCache:
         self._drop(id(parameter))
 
     def _drop(self, key: int) -> None:
-        for entries in (*self._all, self._entries):  # twice: a waiting one may have moved there meanwhile
+        for entries in (*self._all, self.entries):  # twice: a waiting one may have moved there meanwhile
             entries.pop(key, None)
 
     def forget_memory(self, tensor: Tensor) -> None:
@@ -129,8 +129,9 @@ class CastCache:
 
         Not at once: most often a step comes first, and ends them all.
         """
-        _merge(self._entries, into=self._waiting)
-        self._entries.clear()
+        if self.entries:
+            _merge(self.entries, into=self.waiting)
+            self.entries.clear()
         self._is_checked = False
         self._rechecks += 1
         if self._rechecks % SWEEP == 0:
@@ -143,16 +144,12 @@ class CastCache:
                 if kept.is_only_here():
                     entries.pop(key, None)
 
-    @property
-    def is_used(self) -> bool:
-        """Whether there are casts that a step may end."""
-        return bool(self._entries or self._waiting)
-
     def end(self, changed: Collection[int]) -> None:
         """Ends the casts of parameters, by id, that are changed now: they are written again before use."""
-        waiting = self._waiting
-        _merge(self._entries, into=waiting)
-        self._entries.clear()
+        waiting = self.waiting
+        if self.entries:
+            _merge(self.entries, into=waiting)
+            self.entries.clear()
         ended = waiting.copy()
         if ended.keys() <= changed:
             waiting.clear()
@@ -177,7 +174,7 @@ class CastCache:
         return parameter.dtype in self._sources and self._is_on_device(parameter)
 
     def _make_cast_plain(self) -> Callable[[Tensor], Tensor]:
-        find, make = self._entries.get, self._make
+        find, make = self.entries.get, self._make
 
         def cast_plain(parameter: Tensor) -> Tensor:
             """What `cast` does where nothing is recorded: the hot path."""
@@ -199,13 +196,13 @@ class CastCache:
         stale = self._stale.get(get_ident(), {})
         if key in stale:
             self._write_again(stale)
-            if key in self._entries:
+            if key in self.entries:
                 return self.cast_plain(parameter)
-        if key in self._waiting:
+        if key in self.waiting:
             self._take_waiting(key)
-            if key in self._entries:
+            if key in self.entries:
                 return self.cast_plain(parameter)
-            self._waiting.pop(key, None)
+            self.waiting.pop(key, None)
         if not self._is_eligible(parameter):
             return parameter
         self.made += 1
@@ -232,14 +229,14 @@ class CastCache:
         if type(cast) is Tensor and not is_transformed():
             for stale in tuple(self._stale.values()):  # other threads need theirs no more
                 stale.pop(key, None)
-            self._entries[key] = KeptCast(cast, *state, parameter, find_memory(parameter), cast._version)
+            self.entries[key] = KeptCast(cast, *state, parameter, find_memory(parameter), cast._version)
             if self._by_memory:
                 self._by_memory = {}
         return cast
 
     def _take_waiting(self, key: int) -> None:
         """Takes a cast that holds into use again, and with the first of an iteration all that do."""
-        entries, waiting = self._entries, self._waiting
+        entries, waiting = self.entries, self.waiting
         keys, self._is_checked = [key] if self._is_checked else list(waiting), True
         for each in keys:
             kept = waiting.get(each)
@@ -260,7 +257,7 @@ class CastCache:
         self.made += len(found)
         for kept, version in zip(found, versions, strict=True):
             kept.version, kept.written = version, kept.cast._version
-            self._entries[id(kept.parameter)] = kept
+            self.entries[id(kept.parameter)] = kept
 
 
 def _merge(entries: Entries, into: Entries) -> None:

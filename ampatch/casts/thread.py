@@ -59,7 +59,7 @@ class ThreadState(threading.local):
         if not self._asks:
             keep_in_thread(self._key, self.__dict__)
         self.forwards: tuple[Forward, ...] = ()  # the innermost is the last
-        self._disabled = 0
+        self.disabled_by = 0  # blocks and calls that turn casts off
         self._step: FrameType | None = None
         self._autocasts: list[tuple[object, bool]] = []  # blocks of torch.autocast, and if they disable us
 
@@ -69,7 +69,7 @@ class ThreadState(threading.local):
 
     def disable(self, change: int) -> None:
         """Turns casts off once more (1), or once less (-1)."""
-        self._disabled += change
+        self.disabled_by += change
         self.off += change
 
     def enter_autocast(self, block: object, disables: bool) -> None:
@@ -92,7 +92,7 @@ class ThreadState(threading.local):
         """Whether casts are off; asked by a patched function that finds `off` above 0."""
         if torch.compiler.is_dynamo_compiling():
             return self.off > self._asks
-        if not self._disabled:
+        if not self.disabled_by:
             self.forget_ended()
         return self.off > self._asks or (self._asks > 0 and self._is_caller_off())
 
@@ -105,13 +105,15 @@ class ThreadState(threading.local):
 
     def begin_step(self, frame: FrameType) -> None:
         """Turns casts off for the length of an optimizer's step; of two, the outer one counts."""
-        if self._step is None or not is_running(self._step):
-            self._set_step(frame)
+        if self._step is None:
+            self._step, self.off = frame, self.off + 1
+        elif not is_running(self._step):
+            self._step = frame
 
     def end_step(self, frame: FrameType) -> None:
         """Turns casts on again after the step that this call runs."""
         if self._step is frame:
-            self._set_step(None)
+            self._step, self.off = None, self.off - 1
 
     def call_closure(self, closure: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         """Calls a closure inside of a step, with casts as they were before the step."""

@@ -47,21 +47,16 @@ class StepLock:
     """
 
     def __init__(self) -> None:
-        self._lock = RLock()
+        self.mutex = RLock()  # alone, for who knows that no other thread steps
         self.step: FrameType | None = None  # the call that runs a step
 
     def __enter__(self) -> bool:
-        self._lock.acquire()
+        self.mutex.acquire()
         step = self.step
         return is_running(step) or not any(_is_below(step, top) for top in sys._current_frames().values())
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def begin_step(self, frame: FrameType) -> None:
-        """Begins a step, once no other thread changes anything."""
-        with self._lock:
-            self.step = frame
+        self.mutex.release()
 
 
 def wrap_closure(args: tuple, kwargs: dict, run: Callable[..., object]) -> tuple[tuple, dict] | None:

@@ -34,11 +34,13 @@ def _uncast(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        thread.disable(1)
+        thread.disabled_by += 1  # `ThreadState.disable`, written out: torch calls ops around each step
+        thread.off += 1
         try:
             return function(*args, **kwargs)
         finally:
-            thread.disable(-1)
+            thread.disabled_by -= 1
+            thread.off -= 1
 
     return call
 

@@ -115,12 +115,8 @@ class SessionPatch:
 
     def __init__(self) -> None:
         self._patcher: Patcher | None = None
+        self.is_open = False
         self._blocked: list[Patcher] = []  # what others had patched over when we closed
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is patched."""
-        return self._patcher is not None
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what is to be replaced."""
@@ -135,12 +131,12 @@ class SessionPatch:
 
     def _begin(self, undo: ExitStack) -> Patcher:
         """Returns what replaces attributes; `undo` receives the way back."""
-        self._patcher = Patcher()
+        self._patcher, self.is_open = Patcher(), True
         undo.callback(self._close)
         return self._patcher
 
     def _close(self) -> None:
-        patcher, self._patcher = self._patcher, None
+        patcher, self._patcher, self.is_open = self._patcher, None, False
         self._blocked.append(patcher)  # first: Ctrl-C may end what follows
         self.forget()
         patcher.close()

@@ -49,7 +49,9 @@ def _begin_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None
     # closure may run inside it.
     CASTS.end_casts(optimizer)
     CASTS.thread.begin_step(sys._getframe(1))
-    return wrap_closure(args, kwargs, CASTS.thread.call_closure)
+    if len(args) > 1 or kwargs:
+        return wrap_closure(args, kwargs, CASTS.thread.call_closure)
+    return None
 
 
 def _end_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

@@ -29,7 +29,7 @@ from ampatch.steps.call import Call
 from ampatch.steps.events import Surroundings
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
 from ampatch.steps.grads.local import WatchForward, validate_sharded
-from ampatch.steps.masters.params import MasterParams, NoMasters
+from ampatch.steps.masters.params import MasterParams
 from ampatch.steps.masters.weight import Weight
 from ampatch.steps.optimizer import AmpOptimizer
 
@@ -51,10 +51,10 @@ class Attachments:
 
     def make(self, request: Request, around: Surroundings) -> list[AmpOptimizer]:
         """Returns what is kept for the optimizers of a call, or for those in wrappers."""
-        kind, found = (MasterParams if request.policy.master_weights else NoMasters), []
+        found = []
         for given in request.optimizers:
             optimizer = unwrap_optimizer(given)
-            masters = kind(_find_inner(optimizer), self._data_watch.touched)
+            masters = MasterParams(_find_inner(optimizer), self._data_watch.touched)
             found.append(AmpOptimizer(optimizer, masters, around, given))
         return found
 

@@ -15,7 +15,6 @@ from ampatch.levels.private import RUN_BACKWARD, TAKES_ANY_GRAD, graph_task, set
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 from ampatch.session.members import Members
 from ampatch.steps.masters.weight import Weight
-from ampatch.steps.optimizer import AmpOptimizer
 
 
 class Backwards(SessionPatch):
@@ -58,20 +57,15 @@ class Backwards(SessionPatch):
             is_inner = graph_task() != -1 or torch.compiler.is_dynamo_compiling()
             if is_inner or not kwargs.get("accumulate_grad", True):  # of torch.autograd.grad
                 return run(*args, **kwargs)
-            amps = self._list_ours()
+            amps = self._members.optimizers(of_thread=get_ident())
             for amp in amps:
-                amp.begin_backward()
+                if amp.masters.pairs:
+                    amp.begin_backward()
             try:
                 return run(*args, **kwargs)
             finally:
                 for amp in amps:
-                    amp.end_backward()
+                    if amp.masters.pairs:
+                        amp.end_backward()
 
         return backward
-
-    def _list_ours(self) -> list[AmpOptimizer]:
-        """The optimizers with masters that this thread uses; where others train, a new one may be theirs."""
-        amps, own = self._members.optimizers(), {None, get_ident()}
-        if not own.issuperset(amp.thread for amp in amps):
-            own.discard(None)
-        return [amp for amp in amps if amp.masters.pairs and amp.thread in own]

@@ -188,19 +188,22 @@ def scale_loss(
     - `model`: accepted as apex did, and not used.
     - `of_last_call`: takes a scaler of the latest `initialize`, whichever call took the optimizer (as apex).
     """
-    SESSION.require_open()
-    given = tuple(optimizers) if isinstance(optimizers, (list, tuple)) else (optimizers,)
-    if SESSION.is_passive(given):
+    if not SESSION.calls:
+        SESSION.require_open()
+    given = optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
+    if SESSION.is_disabled and SESSION.is_passive(given):
         return PassedThrough(loss)
     if not isinstance(loss, Tensor):
         raise AmpTypeError(
             f"loss is a {type(loss).__name__}: expected a tensor, the output of the loss function"
         )
-    amps = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
+    amps = []
+    for index, optimizer in enumerate(given):
+        amps.append(SESSION.find(optimizer, index))
     scalers = SESSION.scalers(of_last_call=True) if of_last_call or not amps else amps[0].call.scalers
     return ScaledLoss(
         loss,
-        list(dict.fromkeys(amps)),
+        amps if len(amps) == 1 else list(dict.fromkeys(amps)),
         pick_scaler(scalers, loss_id),
         SESSION,
         delay_unscale=delay_unscale,

@@ -85,6 +85,10 @@ class Members:
 
     def find(self, optimizer: object) -> AmpOptimizer | None:
         """Returns what is kept for an optimizer, or for the one that a trainer has wrapped."""
+        find = self._optimizers.get(id(optimizer))
+        found = None if find is None else find()
+        if found is not None and optimizer is found.optimizer:  # as nearly always
+            return found
         found = self._find(optimizer)
         return found or next(filter(None, map(self._find, _look_through(optimizer)[1:])), None)
 
@@ -96,11 +100,23 @@ class Members:
         is_it = optimizer is amp.optimizer or optimizer is amp.find_given()  # ids are used again
         return amp if is_it or any(optimizer is one for one in amp.masters.optimizers) else None
 
-    def optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
-        """What is kept for the optimizers; or for those of calls with dynamic loss scales."""
-        found = [find() for find in self._optimizers.values()]  # torch 2.11 compiles no generator here
-        amps = dict.fromkeys(amp for amp in found if amp is not None)
-        return [amp for amp in amps if not only_dynamic or amp.call.scalers[0].is_dynamic]
+    def optimizers(self, *, of_thread: int | None = None) -> list[AmpOptimizer]:
+        """What is kept for the optimizers; or for those that a thread uses.
+
+        One that no thread has used yet is any thread's, unless others train: then it may be theirs.
+        """
+        amps: dict[AmpOptimizer, None] = {}
+        others_train = False
+        for find in self._optimizers.values():  # torch 2.11 compiles no generator here
+            amp = find()
+            if amp is not None:
+                amps[amp] = None
+        if of_thread is None:
+            return list(amps)
+        for amp in amps:
+            others_train |= amp.thread not in (None, of_thread)
+        own = (of_thread,) if others_train else (None, of_thread)
+        return [amp for amp in amps if amp.thread in own]
 
     def others(self, named: Sequence[AmpOptimizer]) -> list[AmpOptimizer]:
         """What is kept for all optimizers but these."""

@@ -17,7 +17,7 @@ from ampatch.models.kept import select_named
 from ampatch.models.memory import keep_freed_memory
 from ampatch.models.model import ModelCaster
 from ampatch.models.validation import validate_models
-from ampatch.patching.captures import Captures, Repeats
+from ampatch.patching.captures import Captures
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.scripting import ScriptModels
@@ -54,6 +54,8 @@ class Session(Surroundings):
         self._captures = Captures()
         self._distributed = DistributedPatch(self.members)
         self._backwards = Backwards(self.members, self.data_watch.watched)
+        # A block asks these two, each time: nothing stands between.
+        self.capture, self.end_block = self._captures.current, self.casts.end_iteration
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
         self._log_filter = LogFilter()
@@ -67,10 +69,11 @@ class Session(Surroundings):
         self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
         self.members.restore(Members())
         self.shared = Shared(self.data_watch.watched, self.data_watch.touched)
-        self._calls: list[Call] = []
+        self.calls: list[Call] = []  # of `initialize`, that are enabled
         self._attachments = Attachments(self.members, self.data_watch, self.shared)
         self.is_disabled = False
-        self.events.session_closed(None)
+        for tell in self.events.session_closed:
+            tell(None)
 
     # Opening
 
@@ -104,7 +107,8 @@ class Session(Surroundings):
             states = [weakref.ref(one) for amp in amps if changes_state for one in amp.masters.optimizers]
             call.undo.callback(fit_states, states)
             opening = Opening(request, call, amps, undo)
-            self.events.call_opens(opening)  # who sees batches, before they are cast
+            for tell in self.events.call_opens:
+                tell(opening)
             caster = ModelCaster(request.models, policy, kept, values, self.shared, call.undo)
             caster.open(request.float8_layers, members.float8)
             members.add_modules(parts, caster.by_module, caster.float8)
@@ -112,9 +116,10 @@ class Session(Surroundings):
             opening.rounded, opening.buffered = caster.rounded, caster.name_buffered()
             if policy.patch_torch_functions:
                 self._patch_torch(request, patching)
-            self._calls.append(call)
-            undo.callback(self._calls.remove, call)
-            self.events.call_is_set_up(opening)
+            self.calls.append(call)
+            undo.callback(self.calls.remove, call)
+            for tell in self.events.call_is_set_up:
+                tell(opening)
             self._undo.push(undo.pop_all())
             self._patching.push(patching.pop_all())
         # Nothing raises from here on: what follows cannot be undone exactly.
@@ -124,12 +129,13 @@ class Session(Surroundings):
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
-        self.events.call_opened(opening)
+        for tell in self.events.call_opened:
+            tell(opening)
 
     def _open_log(self, request: Request, undo: ExitStack) -> None:
         """Filters the log, from now on: it is silent while all calls are."""
         log = self._log_filter
-        log.open(not request.verbosity and (log.is_silent or not self._calls), undo)
+        log.open(not request.verbosity and (log.is_silent or not self.calls), undo)
         if not (log.is_silent or self._said_torch):
             self._said_torch = True
             warn_of_torch()
@@ -138,7 +144,7 @@ class Session(Surroundings):
         """Forgets what scripts have dropped since the last call: ids of theirs may be used again."""
         self.casts.thread.forget_ended()  # the frame of a step that raised holds what its caller had
         self.casts.clear_cache()
-        for call in self._calls:
+        for call in self.calls:
             call.forget_dropped()
         self.members.restore(self.members.copy())
         weights = self.members.weights()
@@ -164,15 +170,8 @@ class Session(Surroundings):
 
     # Running
 
-    def capture(self) -> Repeats | None:
-        return self._captures.current()
-
-    def begin_block(self, is_scaled: bool) -> None:
-        self._attachments.was_scaled |= is_scaled
-
-    def end_block(self) -> None:
-        if not torch.compiler.is_dynamo_compiling():  # graphs keep no casts; a count would be a guard
-            self.casts.end_iteration()
+    def begin_scaled_block(self) -> None:
+        self._attachments.was_scaled = True
 
     def begin_step(self, frame: FrameType) -> None:
         self.casts.thread.begin_step(frame)
@@ -187,7 +186,8 @@ class Session(Surroundings):
 
     def find(self, optimizer: object, index: int = 0) -> AmpOptimizer:
         """Returns what is kept for an optimizer; raises for one that `initialize` did not return."""
-        self.require_open()
+        if not self.calls:
+            self.require_open()
         amp = self.members.find(optimizer)
         if amp is None:
             kind = type(optimizer).__name__
@@ -196,7 +196,8 @@ class Session(Surroundings):
                 f"pass it to initialize first"
             )
         if optimizer is not amp.optimizer and amp.call.policy.half is not None:
-            self.events.wrapper_is_used(optimizer)
+            for tell in self.events.wrapper_is_used:
+                tell(optimizer)
         return amp
 
     def settle(self, optimizer: object) -> None:
@@ -204,29 +205,29 @@ class Session(Surroundings):
         amp = self.members.find(optimizer)
         if amp is not None:
             amp.masters.show_edits()
-            amp.settle_for_reader()
+            amp.read_grads()
 
     def is_passive(self, optimizers: Sequence[object]) -> bool:
         """Whether these optimizers were given to a call with enabled=False, or no call is enabled."""
         if not self.is_disabled:
             return False
-        return not self._calls or self.members.is_any_passive(optimizers)
+        return not self.calls or self.members.is_any_passive(optimizers)
 
     def require_open(self) -> None:
         """Raises NotInitializedError before `initialize`."""
-        if not self._calls and not self.is_disabled:
+        if not self.calls and not self.is_disabled:
             raise NotInitializedError(
                 "ampatch is not initialized: call amp.initialize(model, optimizer) first"
             )
 
     def scalers(self, *, of_last_call: bool = False) -> list[LossScaler]:
         """The loss scalers of all enabled calls, numbered on from call to call; or of the latest alone."""
-        calls = self._calls[-1:] if of_last_call else self._calls
+        calls = self.calls[-1:] if of_last_call else self.calls
         return [scaler for call in calls for scaler in call.scalers]
 
     def first_loss(self, loss_id: int) -> int:
         """The number that `state_dict` has for the first loss of the call that a loss belongs to."""
-        return max(first for call in self._calls if (first := call.scalers[0].loss_id) <= loss_id)
+        return max(first for call in self.calls if (first := call.scalers[0].loss_id) <= loss_id)
 
     # Closing
 
@@ -246,8 +247,8 @@ class Session(Surroundings):
         A block of `scale_loss` that is open ends first; inside of its backward this raises AmpError.
         """
         for amp in self.members.optimizers():
-            if amp.end_block is not None:
-                amp.end_block(by_step=False)
+            if amp.block is not None:
+                amp.block.end_early(by_step=False)
         stack = ExitStack()
         stack.callback(self._reset)
         ours = self.data_watch, self._backwards, self._distributed, self._script_models, self._captures
@@ -255,7 +256,8 @@ class Session(Surroundings):
             stack.callback(patch.retry)
         stack.push(self._undo)
         stack.push(self._patching)
-        stack.callback(self.events.session_closes, None)
+        for tell in reversed(self.events.session_closes):
+            stack.callback(tell, None)
         stack.close()
 
 

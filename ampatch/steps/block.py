@@ -6,18 +6,23 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from ampatch.errors import AmpError, AmpTypeError, NotInitializedError
 from ampatch.levels.private import graph_task
+from ampatch.levels.ranks import has_ranks
 from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.events import Surroundings
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.phase import Phase
 from ampatch.steps.scaler import LossScaler, Scale
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class NotYetScaled:
@@ -58,40 +63,53 @@ class ScaledLoss(NotYetScaled):
         try:
             return self._begin()
         except BaseException:  # then nobody calls __exit__
-            for optimizer in [one for one in self.optimizers if one.end_block == self._end_early]:
-                optimizer.end_block = None
+            for optimizer in [one for one in self.optimizers if one.block is self]:
+                optimizer.block = None
                 optimizer.restore_grads()
-            self._tell_end()
+            self._close()
             raise
 
     def _begin(self) -> Tensor:
-        loss, optimizers = self.loss, self.optimizers
-        self._capture = self.around.capture()  # what the replay of a CUDA graph must repeat
-        self._is_plain = (
-            self._capture is None and self.scaler.is_identity and all(map(_has_nothing_to_do, optimizers))
-        )
-        self.scale = self._prepare()
-        self.scaled = self.scale.scale(loss if loss.dtype is torch.float32 else loss.float())
-        self.around.begin_block(not self.scale.is_identity)
-        self.around.events.block_begins(self)
+        loss, scaler, around = self.loss, self.scaler, self.around
+        self._capture = around.capture()  # what the replay of a CUDA graph must repeat
+        self._is_plain = self._capture is None and scaler.is_identity
+        if self._is_plain:
+            for optimizer in self.optimizers:
+                self._is_plain &= optimizer.is_plain()
+        if self._is_plain:
+            self.scale = scale = scaler.begin(loss.device)
+            for optimizer in self.optimizers:
+                optimizer.block = self
+        else:
+            self.scale = scale = self._prepare()
+        if loss.dtype is not torch.float32:
+            loss = loss.float()
+        self.scaled = loss
+        if not scale.is_identity:
+            self.scaled = scale.scale(loss)
+            around.begin_scaled_block()
+        for tell in around.events.block_begins:
+            tell(self)
         return self.scaled
 
     def _prepare(self) -> Scale:
         """Prepares the optimizers for backward passes; returns what these are scaled by."""
-        if self._is_plain:
-            for optimizer in self.optimizers:
-                optimizer.end_block = self._end_early
-            return self.scaler.begin(self.loss.device)
+        held = None
         for optimizer in self.optimizers:
-            _validate_open(optimizer)
-        held = [scale for one in self.optimizers if (scale := one.held_scale()) is not None]
-        if held and held[0].capture is self._capture:
-            scale, self.scaler = held[0], held[0].scaler
+            if optimizer.is_closed:
+                raise NotInitializedError(
+                    f"scale_loss: uninitialize() has given this {type(optimizer.optimizer).__name__} back "
+                    f"since the block was made: call amp.initialize(model, optimizer) again, then scale_loss"
+                )
+            if held is None and optimizer.phase in (Phase.LOCAL, Phase.READ):
+                held = optimizer.scale  # of what waits to be averaged: those of this block are added to it
+        if held is not None and held.capture is self._capture:
+            scale, self.scaler = held, held.scaler
         else:
             scale = self.scaler.begin(self.loss.device, self._capture)
         self._around = graph_task()  # a backward that the block itself is inside of
         for optimizer in self.optimizers:
-            optimizer.prepare_backward(scale, self._end_early)
+            optimizer.begin_block(scale, self)
         return scale
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -106,7 +124,7 @@ class ScaledLoss(NotYetScaled):
         for optimizer in self.optimizers:  # two of them may step one parameter
             optimizer.restore_grads()
 
-    def _end_early(self, *, by_step: bool = True) -> None:
+    def end_early(self, *, by_step: bool = True) -> None:
         """Ends the block at a step inside it, or at `uninitialize`.
 
         Raises AmpError inside of its backward, unless the scale is a static 1: gradients that
@@ -134,14 +152,19 @@ class ScaledLoss(NotYetScaled):
         except BaseException:  # Ctrl-C, say: some gradients may still be scaled
             self._close(self._discard)
             raise
-        self.around.events.block_ended(self)
+        for tell in self.around.events.block_ended:
+            tell(self)
 
     def _settle(self, *, agrees: bool = True) -> None:
-        outcome = None
-        delays = self.delay_unscale or any(optimizer.local.are_coming() for optimizer in self.optimizers)
+        outcome, delays = None, self.delay_unscale
+        for optimizer in self.optimizers:
+            local = optimizer.local
+            delays = delays or ((local.coming or local.sharded) and local.are_coming())
         if delays:
             for optimizer in self.optimizers:
                 optimizer.delay(self.scale)
+            for optimizer in self.optimizers:
+                optimizer.restore_grads()
         else:
             outcome = self._unscale(agrees)
         if self._capture is not None:
@@ -149,23 +172,23 @@ class ScaledLoss(NotYetScaled):
             delayed, update = self.scale if delays else None, not self.delay_overflow_check
             self._capture.append(CapturedBlock(grads, outcome, self.scaler, delayed, update))
 
-    def _close(self, settle: Callable[[], None]) -> None:
+    def _close(self, settle: Callable[[], None] | None = None) -> None:
         self.is_over = True
         try:
-            self._tell_end()
-            if not self._is_plain:
+            self.around.end_block()
+            for tell in self.around.events.block_ends:
+                tell(self)
+            if settle is not None and not self._is_plain:
                 settle()
         finally:  # from here on other threads may look at the gradients
             for optimizer in self.optimizers:
-                optimizer.end_block = None
-
-    def _tell_end(self) -> None:
-        self.around.end_block()
-        self.around.events.block_ends(self)
+                optimizer.block = None
 
     def _unscale(self, agrees: bool) -> BackwardOutcome | None:
         """Unscales the gradients; the scale follows where the ranks can agree on an overflow."""
-        was_delayed = any(optimizer.delayed is not None for optimizer in self.optimizers)
+        was_delayed = False
+        for optimizer in self.optimizers:
+            was_delayed |= optimizer.phase is not Phase.UNSCALED
         looks = self.scaler.is_dynamic or not self.scale.is_identity
         found_inf = self.scaler.new_found_inf() if looks else None
         # Gradients of parameters that two of the optimizers share.
@@ -176,40 +199,15 @@ class ScaledLoss(NotYetScaled):
             optimizer.restore_grads()
         if not self.scaler.is_dynamic:
             return None
-        outcome = self.scaler.finish(
-            found_inf,
-            None if was_delayed else _as_number(self.loss.detach()),
-            update=agrees and not self.delay_overflow_check,
-            capture=self._capture,
-            groups=dict.fromkeys(
-                group
-                for one in (self.optimizers if agrees else ())
-                for group in one.agreement.list_groups(one.params())
-            ),
-        )
+        groups: dict[ProcessGroup, None] = {}
+        if agrees and has_ranks():
+            for optimizer in self.optimizers:
+                groups |= dict.fromkeys(optimizer.list_groups())
+        loss = None if was_delayed or type(self.loss) is not Tensor else self.loss.detach()
+        if loss is not None and loss.dim():
+            loss = loss.sum()
+        update = agrees and not self.delay_overflow_check
+        outcome = self.scaler.finish(found_inf, loss, update=update, capture=self._capture, groups=groups)
         for optimizer in self.optimizers:
             optimizer.pending.append(outcome)
         return outcome
-
-
-def _validate_open(optimizer: AmpOptimizer) -> None:
-    if optimizer.is_closed:
-        raise NotInitializedError(
-            f"scale_loss: uninitialize() has given this {type(optimizer.optimizer).__name__} back since the "
-            f"block was made: call amp.initialize(model, optimizer) again, then scale_loss"
-        )
-
-
-def _has_nothing_to_do(optimizer: AmpOptimizer) -> bool:
-    """Whether a block at a static scale of 1 leaves the gradients of an optimizer where they come to be."""
-    local = optimizer.local
-    waits = optimizer.end_block or optimizer.delayed or local.read_scale or optimizer.capture is not None
-    waits = waits or optimizer.unnamed.scale is not None
-    return not (waits or optimizer.masters.pairs or local.coming or local.sharded)
-
-
-def _as_number(loss: Tensor) -> Tensor | None:
-    """Returns the loss, or its sum, to be kept beside the outcome; None for one that wraps others."""
-    if type(loss) is not Tensor:
-        return None
-    return loss.sum() if loss.dim() else loss

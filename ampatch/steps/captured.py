@@ -25,9 +25,12 @@ class Capturable(Protocol):
     masters: MasterParams
     pending: list[BackwardOutcome]
     last_outcomes: list[BackwardOutcome]
-    delayed: Scale | None
+    scale: Scale | None
     capture: object
     from_before: set[int]
+
+    def hold(self, scale: Scale | None) -> None:
+        """Notes what the gradients are multiplied by until they are settled."""
 
     def stepped_params(self) -> list[Tensor]:
         """The parameters that hold the gradients in float32."""
@@ -77,7 +80,8 @@ class CapturedBlock:
             if amp is not None:
                 grads.attach()
                 enter_capture(amp, None)
-                amp.capture, amp.delayed = None, delayed
+                amp.capture = None
+                amp.hold(delayed)
                 amp.pending += [] if outcome is None else [outcome]
 
 
@@ -85,10 +89,10 @@ def enter_capture(amp: Capturable, capture: object, is_step: bool = False) -> No
     """Tells what is captured in a CUDA graph from what is not, of which a graph can know nothing."""
     if capture is None:  # nobody has computed what a capture left: replays will
         amp.pending = [outcome for outcome in amp.pending if outcome.capture is None]
-        if amp.delayed is not None and amp.delayed.capture is not None:
-            amp.delayed = None
+        if amp.scale is not None and amp.scale.capture is not None:
+            amp.hold(None)
     elif capture is not amp.capture:
-        waits = is_step and (amp.pending or amp.delayed is not None)
+        waits = is_step and (amp.pending or amp.scale is not None)
         if waits or any(pair.master.grad is not None for pair in amp.masters):
             raise AmpError(
                 f"{type(amp.optimizer).__name__}: a block of scale_loss before this CUDA graph waits "

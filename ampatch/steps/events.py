@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Generic, TypeVar
 
-Tell = Callable[[object], object]
+Tells = tuple[Callable[[object], object], ...]
 Opening = TypeVar("Opening")
 Block = TypeVar("Block")
 Amp = TypeVar("Amp")
@@ -57,20 +57,23 @@ class Listener(Generic[Opening, Block, Amp]):
 
 
 class Events:
-    """Tells the listeners of a session, in their order: of each event the function that is to be called."""
+    """The listeners of a session: of each event the functions that are to be called, in their order.
 
-    call_opens: Tell
-    call_is_set_up: Tell
-    call_opened: Tell
-    block_begins: Tell
-    block_ends: Tell
-    block_ended: Tell
-    wrapper_is_used: Tell
-    step_begins: Tell
-    step_uses_unnamed: Tell
-    step_ended: Tell
-    session_closes: Tell
-    session_closed: Tell
+    Whoever publishes one calls them: `for tell in events.block_begins: tell(block)`.
+    """
+
+    call_opens: Tells
+    call_is_set_up: Tells
+    call_opened: Tells
+    block_begins: Tells
+    block_ends: Tells
+    block_ended: Tells
+    wrapper_is_used: Tells
+    step_begins: Tells
+    step_uses_unnamed: Tells
+    step_ended: Tells
+    session_closes: Tells
+    session_closed: Tells
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
@@ -90,19 +93,7 @@ class Events:
         for name in Events.__annotations__:
             silent = getattr(Listener, name)
             hearing = [one for one in self._listeners if getattr(type(one), name) is not silent]
-            setattr(self, name, _combine([getattr(one, name) for one in hearing]))
-
-
-def _combine(tells: Sequence[Tell]) -> Tell:
-    def tell(what: object) -> bool:
-        answers = [tell(what) for tell in tells]  # of all: `all` alone would stop at the first False
-        return all(answers)
-
-    return _tell_nobody if not tells else tells[0] if len(tells) == 1 else tell
-
-
-def _tell_nobody(what: object) -> bool:
-    return True
+            setattr(self, name, tuple(getattr(one, name) for one in hearing))
 
 
 class Surroundings:
@@ -125,8 +116,8 @@ class Surroundings:
         """Calls the closure of such a step."""
         return closure(*args, **kwargs)
 
-    def begin_block(self, is_scaled: bool) -> None:
-        """A block begins; its gradients are multiplied by a scale, or are not."""
+    def begin_scaled_block(self) -> None:
+        """A block begins whose gradients are multiplied by a scale."""
 
     def end_block(self) -> None:
         """A block ends."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from threading import get_ident
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,16 +23,31 @@ from ampatch.steps.events import Surroundings
 from ampatch.steps.grads.local import LocalGrads, scale_again
 from ampatch.steps.grads.plain import EarlierGrads, find_grads
 from ampatch.steps.grads.unnamed import UnnamedGrads
-from ampatch.steps.masters.grads import MasterGrads, NoMasterGrads
-from ampatch.steps.masters.params import MasterParams, NoMasters, do_nothing
+from ampatch.steps.masters.grads import MasterGrads
+from ampatch.steps.masters.params import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.phase import Phase
 from ampatch.steps.ranks import Agreement
 from ampatch.steps.scaler import Scale
 from ampatch.steps.step import SkipStep, drop_after_overflow
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Block(Protocol):
+    """What an optimizer knows of the block of `scale_loss` that is open."""
+
+    def end_early(self, *, by_step: bool = True) -> None:
+        """Ends it at a step inside it, or at `uninitialize`."""
+
 
 class AmpOptimizer:
-    """Unscales gradients of one optimizer, skips steps on overflow and feeds masters, in hooks of `step`."""
+    """Unscales gradients of one optimizer, skips steps on overflow and feeds masters, in hooks of `step`.
+
+    Its state is a `phase`, and the `block` that is open, if any. The methods are what happens to it, in the
+    order of an iteration.
+    """
 
     call: Call  # that took it, once it has
 
@@ -43,14 +59,16 @@ class AmpOptimizer:
         self.undo = ExitStack()  # what was done to the optimizer; lives as long
         self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
-        self._lock, has_none = masters.lock, isinstance(masters, NoMasters)
-        self._grads = (NoMasterGrads if has_none else MasterGrads)(masters.pairs)
+        self._lock = masters.lock
+        self._grads = MasterGrads(masters.pairs)
         self.around, self._events = around, around.events
+        self.phase = Phase.UNSCALED
+        self.scale: Scale | None = None  # by which gradients are multiplied that are DELAYED, LOCAL or READ
+        self._found_inf: Tensor | None = None  # of those that are READ
+        self.block: Block | None = None  # that is open
+        self.is_closed = False
         self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
-        self.end_block: Callable[..., None] | None = None  # ends the block that is open
-        self.is_closed = False
-        self.delayed: Scale | None = None  # what the gradients are still scaled by
         self.unnamed = UnnamedGrads()
         self.local, self.agreement = LocalGrads(), Agreement()
         self._earlier, self._skip = EarlierGrads(), SkipStep()
@@ -58,6 +76,8 @@ class AmpOptimizer:
         self.capture: object = None  # that which the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
         self.thread: int | None = None  # that used it last
+
+    # Parameters
 
     def params(self) -> list[Tensor]:
         """The parameters that the optimizer steps: masters where there are any."""
@@ -67,35 +87,64 @@ class AmpOptimizer:
         """The parameters that are no masters, and so hold their gradients themselves."""
         return self.masters.select_others(self.params())
 
+    def model_params(self) -> list[Tensor]:
+        """The parameters that backward gives gradients to."""
+        return [*self.own_params(), *(pair.half for pair in self.masters)]
+
+    def stepped_params(self) -> list[Tensor]:
+        """The parameters that hold the gradients in float32: masters, and those that need none."""
+        masters = self.masters.by_master
+        params = [
+            param
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            if id(param) not in masters
+        ]
+        for pair in self.masters.pairs:
+            params.append(pair.master)
+        return params
+
     # A block of scale_loss
 
-    def prepare_backward(self, scale: Scale, end_block: Callable[..., None]) -> None:
+    def is_plain(self) -> bool:
+        """Whether a block at a static scale of 1 leaves the gradients where they come to be."""
+        local = self.local
+        return (
+            self.phase is Phase.UNSCALED
+            and self.block is None
+            and not self.masters.pairs
+            and not self.is_closed
+            and self.capture is None
+            and not (local.coming or local.sharded)
+        )
+
+    def begin_block(self, scale: Scale, block: Block) -> None:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
 
-        `end_block` ends the block of `scale_loss` early, for a step inside it. Raises AmpError inside
-        another block of this optimizer, unless the scale is a static 1: their gradients would mix.
+        Raises AmpError inside another block of this optimizer, unless the scale is a static 1: their
+        gradients would mix.
         """
-        if self.end_block is not None and not scale.is_identity:
+        if self.block is not None and not scale.is_identity:
             raise AmpError(
                 f"scale_loss: {type(self.optimizer).__name__} is inside another block of scale_loss already, "
                 f"and gradients of two scales would mix: end that block first, or add the losses"
             )
-        with self._lock:
-            self.end_block, self.thread = end_block, get_ident()
+        with self._lock.mutex:
+            self.block, self.thread = block, get_ident()
         if scale.capture is not None or self.capture is not None:
             enter_capture(self, scale.capture)
             self.capture = scale.capture
             self.from_before = {id(param) for param in self.stepped_params() if param.grad is not None}
-        if self.local.read_scale is not None:
-            self.local.read_scale = None
+        if self.phase is Phase.READ:
             scale_again(self.own_params(), self.masters, scale)
-            self.delayed, self.local.are_waiting = scale, True
-        if self.delayed is not scale:
+            self.phase, self.scale = Phase.LOCAL, scale
+        elif self.phase is not Phase.UNSCALED and self.scale is not scale:
             self.settle()
-        if not self.local.are_waiting:  # these accumulate where they are
-            self._grads.share()
-            if not scale.is_identity or (self.masters.pairs and has_ranks()):
-                self.set_aside()
+        has_masters = bool(self.masters.pairs)
+        if self.phase is not Phase.LOCAL and (not scale.is_identity or (has_masters and has_ranks())):
+            if has_masters:
+                self._grads.share()
+            self.set_aside()
 
     def set_aside(self) -> None:
         """Takes gradients away, to be added to those of the next backward passes.
@@ -104,99 +153,51 @@ class AmpOptimizer:
         gradients to float32 ones.
         """
         self._earlier.take(self.stepped_params())
-        self._grads.take_away()
+        if self._earlier.pairs and self.masters.pairs:
+            self._grads.take_away()
 
     # A backward pass, of an optimizer with masters
 
     def begin_backward(self) -> None:
         """Has both sides of masters agree before gradients are added to theirs."""
-        if not self.local.are_waiting:
+        if self.phase is not Phase.LOCAL:
             self._grads.share(keeps_graphs=True)
-            if self.end_block is None and has_ranks() and not self._earlier:
+            if self.block is None and has_ranks() and not self._earlier.pairs:
                 self.set_aside()
 
     def end_backward(self) -> None:
         """Gives masters the gradients that a backward has made, but for those that ranks will average."""
-        if self.local.are_waiting or self.local.are_coming():
+        local = self.local
+        if self.phase is Phase.LOCAL or ((local.coming or local.sharded) and local.are_coming()):
             return
-        if self.end_block is None:
+        self._grads.share(keeps_graphs=self.block is not None)
+        if self.block is None:
             self.restore_grads()
-        else:
-            self._grads.share(keeps_graphs=True)
+
+    # The end of a block: one of these four, then `restore_grads`
 
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
         """Leaves the gradients scaled until a later block, or the step, settles them."""
-        self.local.are_waiting |= self.local.are_coming()
+        is_local = self.phase is Phase.LOCAL or self.local.are_coming()
         self.local.coming.clear()
-        if self.delayed is not scale:
+        if not is_local:
+            self._grads.share()
+        if self.scale is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
             self._earlier.change(functools.partial(scale.scale_clean, outcomes=self.pending))
-        self.delayed = scale
-        self.restore_grads()
-
-    def held_scale(self) -> Scale | None:
-        """The scale of gradients that wait to be averaged, which those of the next block are added to."""
-        return self.local.read_scale or (self.delayed if self.local.are_waiting else None)
-
-    def settle_for_reader(self, *, is_backward: bool = False) -> None:
-        """Takes in those of plain backwards; unscales what waits for ranks, if no plain backward is next."""
-        with self._lock as is_free:
-            if is_free and self.local.are_waiting and not is_backward:
-                self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
-            elif is_free and not self.local.are_waiting:
-                self._grads.share()
-                if self.end_block is None and self.delayed is None:
-                    self._settle_unnamed() if is_backward else self.unnamed.unscale()
-
-    def settle(self, *, is_step: bool = False) -> None:
-        """Unscales what a block left scaled: with `delay_unscale`, or where it named others."""
-        if is_step:
-            self.unnamed.check_step()
-        self._settle_unnamed(is_step=is_step)
-        scale, found_inf = self.delayed, self._unscale_delayed()
-        if scale is None and (self._lock.step or self.is_closed):  # what somebody has read before
-            scale, found_inf = self.local.read_scale, self.local.read_found_inf
-            self.local.read_scale = None
-        if scale is not None:
-            outcome = self._finish(scale, found_inf)
-            if scale.capture is not None:
-                scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
-
-    def _settle_unnamed(self, *, is_step: bool = False) -> None:
-        if (scale := self.unnamed.scale) is not None and is_step:
-            self._events.step_uses_unnamed(self)
-        if scale and (found_inf := self.unnamed.settle(is_step=is_step)) is not None:
-            self._finish(scale, found_inf)
-
-    def _finish(self, scale: Scale, found_inf: Tensor) -> BackwardOutcome | None:
-        if not scale.scaler.is_dynamic:
-            return None
-        # As in apex, a delayed block does not count towards growth.
-        agrees, capture = not self.is_closed, scale.capture
-        groups = self.agreement.list_groups(self.params()) if agrees else ()
-        outcome = scale.scaler.finish(found_inf, update=agrees, counts=False, capture=capture, groups=groups)
-        self.pending.append(outcome)
-        return outcome
-
-    def _unscale_delayed(self) -> Tensor | None:
-        """Returns the found_inf of what a block left scaled; the scale knows nothing of it yet."""
-        if self.delayed is None:
-            return None
-        found_inf = self.delayed.scaler.new_found_inf()
-        self.unscale(self.delayed, found_inf, None)
-        self.restore_grads()
-        return found_inf
+        self.phase, self.scale = Phase.LOCAL if is_local else Phase.DELAYED, scale
 
     def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> None:
-        """Unscales the new gradients; no host sync. `end_backward` must follow.
+        """Unscales the new gradients; no host sync.
 
         `found_inf` is needed unless the scale is a static 1; `done` are those that others unscaled, by id.
         """
-        self.masters.install_again()
-        self._grads.share()
-        if self.delayed is not None:
-            self.delayed, self.local.are_waiting = None, False
+        if self.masters.pairs:
+            self.masters.install_again()
+            self._grads.share()
+        if self.phase is not Phase.UNSCALED:
+            self.phase, self.scale = Phase.UNSCALED, None
             self.restore_grads()  # scaled as well
         if scale.is_identity:
             return
@@ -207,13 +208,13 @@ class AmpOptimizer:
         scale.unscale_(grads, found_inf)
 
     def discard_grads(self, scale: Scale) -> None:
-        """Undoes a block that raised: drops its gradients. `restore_grads` must follow, for all optimizers.
+        """Undoes a block that raised: drops its gradients.
 
         What accumulates in place, as in plain torch, stays as the exception left it: gradients with a static
         scale of 1, and those that are not averaged over ranks yet.
         """
         self.local.coming.clear()
-        if self.local.are_waiting or (self.delayed is None and scale.is_identity):
+        if self.phase is Phase.LOCAL or (self.phase is not Phase.DELAYED and scale.is_identity):
             return
         for param in self.stepped_params():
             param.grad = None
@@ -221,20 +222,86 @@ class AmpOptimizer:
 
     def restore_grads(self) -> None:
         """Puts earlier gradients back, with the new ones added."""
-        if self._earlier:
-            if not self.local.are_waiting:
-                self._grads.share()
-            self._earlier.give_back()
-        if not self.local.are_waiting:
+        if not self._earlier.pairs:
+            return
+        shares = self.phase is not Phase.LOCAL and bool(self.masters.pairs)
+        if shares:
+            self._grads.share()
+        self._earlier.give_back()
+        if shares:
             self._grads.share()
 
-    def model_params(self) -> list[Tensor]:
-        """The parameters that backward gives gradients to."""
-        return [*self.own_params(), *(pair.half for pair in self.masters)]
+    # Between blocks and steps
 
-    def stepped_params(self) -> list[Tensor]:
-        """The parameters that hold the gradients in float32: masters, and those that need none."""
-        return [*self.own_params(), *(pair.master for pair in self.masters)]
+    def read_grads(self, *, is_backward: bool = False) -> None:
+        """Takes in those of plain backwards; unscales what waits for ranks, if no plain backward is next."""
+        with self._lock as is_free:
+            if not is_free:
+                return
+            if self.phase is Phase.LOCAL:
+                if not is_backward:
+                    scale, self._found_inf = self.scale, self._unscale_held()
+                    self.phase, self.scale = Phase.READ, scale
+                return
+            self._grads.share()
+            if self.phase is Phase.UNNAMED:
+                self.settle() if is_backward else self.unnamed.unscale()
+
+    def hold(self, scale: Scale | None) -> None:
+        """Notes what the gradients are multiplied by until a later block, or the step, settles them."""
+        self.phase, self.scale = Phase.UNSCALED if scale is None else Phase.DELAYED, scale
+
+    def settle(self, *, is_step: bool = False) -> None:
+        """Unscales what a block left scaled: with `delay_unscale`, or where it named others."""
+        phase, scale = self.phase, self.scale
+        if phase is Phase.UNSCALED:
+            return
+        if phase is Phase.UNNAMED:
+            if is_step:
+                for tell in self._events.step_uses_unnamed:
+                    tell(self)
+            scale = self.unnamed.scale
+            found_inf = self.unnamed.settle(is_step=is_step)
+        else:
+            found_inf = self._found_inf if phase is Phase.READ else self._unscale_held()
+        self.phase, self.scale, self._found_inf = Phase.UNSCALED, None, None
+        if found_inf is None:  # nothing is left of it
+            return
+        outcome = self._finish(scale, found_inf)
+        if scale.capture is not None and phase is not Phase.UNNAMED:
+            scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
+
+    def _unscale_held(self) -> Tensor:
+        """Unscales what a block left scaled and returns its found_inf; the scale knows nothing of it yet."""
+        scale = self.scale
+        found_inf = scale.scaler.new_found_inf()
+        self.unscale(scale, found_inf, None)
+        self.restore_grads()
+        return found_inf
+
+    def _finish(self, scale: Scale, found_inf: Tensor) -> BackwardOutcome | None:
+        if not scale.scaler.is_dynamic:
+            return None
+        # As in apex, a delayed block does not count towards growth.
+        agrees, capture = not self.is_closed, scale.capture
+        groups = self.list_groups() if agrees else ()
+        outcome = scale.scaler.finish(found_inf, update=agrees, counts=False, capture=capture, groups=groups)
+        self.pending.append(outcome)
+        return outcome
+
+    def list_groups(self) -> Collection[ProcessGroup]:
+        """The process groups whose ranks must agree on an overflow of the optimizer's gradients."""
+        return self.agreement.list_groups(self.params())
+
+    def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
+        """Clears the gradients of masters, and those of the model, which are not in the groups."""
+        self.masters.install_again()
+        sets_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        if sets_to_none:
+            self._grads.clear()
+        else:
+            self._grads.share()
+        original(*args, **kwargs)
 
     # A step
 
@@ -243,17 +310,24 @@ class AmpOptimizer:
 
         A class that calls the `step` of its base class runs the hooks of both: the outer ones count.
         """
-        if self._lock.step is not None and is_running(self._lock.step):
+        lock = self._lock
+        if lock.step is not None and is_running(lock.step):
             return None
-        self._lock.begin_step(sys._getframe(1))
+        with lock.mutex:
+            lock.step = sys._getframe(1)
         self.thread = get_ident()
-        self._events.step_begins(self)
+        for tell in self._events.step_begins:
+            tell(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
-        self._captured = self.around.capture()
-        enter_capture(self, self._captured, is_step=True)
-        self.masters.install_again()
-        changed = wrap_closure(args, kwargs, functools.partial(self._evaluate, optimizer))
+        self._captured = captured = self.around.capture()
+        if captured is not None or self.capture is not None:
+            enter_capture(self, captured, is_step=True)
+        if self.masters.pairs:
+            self.masters.install_again()
+        changed = None
+        if len(args) > 1 or kwargs:
+            changed = wrap_closure(args, kwargs, functools.partial(self._evaluate, optimizer))
         self._before_update(optimizer, evaluates=changed is not None)
         return changed
 
@@ -266,33 +340,42 @@ class AmpOptimizer:
         return result
 
     def _before_update(self, optimizer: Optimizer, *, evaluates: bool = False) -> None:
-        if self.end_block is not None:
-            self.end_block()  # the step is inside a block: its gradients are needed now
-        waits = self.local.are_waiting or self.unnamed.scale is not None
-        if not (evaluates and waits):  # else a closure has them averaged, or clears them
-            self.settle(is_step=True)
-            self._grads.share()
-        self.last_outcomes, outcomes, self.pending = self.last_outcomes + self.pending, self.pending, []
-        if outcomes:
-            self._skip.skip_after_overflow(optimizer, self.params(), self.last_outcomes)
+        if self.block is not None:
+            self.block.end_early()  # the step is inside a block: its gradients are needed now
+        if not (evaluates and self.phase in (Phase.LOCAL, Phase.UNNAMED)):
+            # Else a closure has them averaged, or clears them.
+            if self.unnamed.runs_in is not None:
+                self.unnamed.check_step()
+            if self.phase is not Phase.UNSCALED:
+                self.settle(is_step=True)
+            if self.masters.pairs:
+                self._grads.share()
+        if self.pending:
+            self.last_outcomes += self.pending
+            self.pending = []
+            self._skip.skip_after_overflow(optimizer, self.last_outcomes)
 
     def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         """Completes a step; the hook that runs after `optimizer.step`."""
         if self._lock.step is not sys._getframe(1):
             return
         self._skip.end(optimizer)
-        self.masters.end_step(optimizer)
+        if self.masters.pairs:
+            self.masters.end_step(optimizer)
         self._lock.step = None
         if self._captured is None:
-            self._events.step_ended(self)
+            for tell in self._events.step_ended:
+                tell(self)
         else:
             capture_step(self, self._captured)
 
     def repeat_step(self) -> None:
         """Notes that a step ran in a CUDA graph that was replayed."""
-        self._events.step_begins(self)
+        for tell in self._events.step_begins:
+            tell(self)
         self.last_outcomes, self.pending = self.pending, []
-        self._events.step_ended(self)
+        for tell in self._events.step_ended:
+            tell(self)
 
     def show_grads(self) -> None:
         """Puts the gradients back that a skipped step has hidden."""
@@ -302,19 +385,9 @@ class AmpOptimizer:
         """Whether the last step was skipped; one host sync if the optimizer skips on the device."""
         return BackwardOutcome.read_all(self.last_outcomes)
 
-    def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
-        """Clears the gradients of masters, and those of the model, which are not in the groups."""
-        self.masters.install_again()
-        sets_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        if sets_to_none:
-            self._grads.clear()
-        else:
-            self._grads.share()
-        original(*args, **kwargs)
-
     def close(self) -> None:
         """Leaves the gradients unscaled, asking no other rank, and takes the model's weights as they are."""
-        self.is_closed, self.end_block = True, do_nothing  # a block that was made before finds it so
+        self.is_closed, self.block = True, None
         self.settle()
         self._grads.share()
         drop_after_overflow(self.optimizer, [*self.params(), *self.model_params()], self.pending)

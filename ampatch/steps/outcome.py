@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class BackwardOutcome:
         """Whether the host knows the numbers; of those on a GPU this asks for them, and does not wait."""
         return self._values is not None or (self.numbers.is_cuda and self.poll() is not None)
 
+    def is_clean(self) -> bool:
+        """Whether the host knows that there was no overflow, and no bad loss; never waits."""
+        values = self._values
+        if values is None:
+            return self.is_known() and self.is_clean()
+        return not values[0] and (not self._knows_loss or math.isfinite(self._loss))
+
     def forgive(self) -> None:
         """Counts as clean from now on: somebody else looks after the overflow."""
         self.found_inf.zero_()
@@ -69,19 +76,16 @@ class BackwardOutcome:
     @staticmethod
     def read_all(outcomes: Iterable[BackwardOutcome]) -> bool:
         """Says whether any pass overflowed; one host sync for all of them together."""
-        outcomes = list(outcomes)
-        unread = [outcome for outcome in outcomes if outcome._values is None]
-        if any(outcome.capture is not None for outcome in unread):
-            raise AmpError(
-                "whether a gradient overflowed cannot be read while a CUDA graph is captured: step with an "
-                "optimizer that skips on the device (fused=True) and has stepped before, capture forward and "
-                "backward alone and step outside of the graph, or use a static loss scale"
-            )
+        outcomes, unread = list(outcomes), []
+        for outcome in outcomes:
+            if outcome._values is None:
+                unread.append(outcome)
         if unread:
-            rows = torch.stack([outcome.numbers.to(unread[0].numbers.device) for outcome in unread])
-            for outcome, row in zip(unread, rows.tolist(), strict=True):
-                outcome._set(row)
-        return any(outcome._values[0] for outcome in outcomes)
+            _fetch(unread)
+        overflow = False
+        for outcome in outcomes:  # no generator: this runs at each step
+            overflow |= outcome._values[0]
+        return overflow
 
     @staticmethod
     def combine(outcomes: Iterable[BackwardOutcome]) -> Tensor:
@@ -104,3 +108,18 @@ class BackwardOutcome:
             return None
         self._set(self._host.tolist())
         return self._values
+
+
+def _fetch(unread: Sequence[BackwardOutcome]) -> None:
+    """Brings numbers to the host; one host sync for all of them together."""
+    device, numbers = unread[0].numbers.device, []
+    for outcome in unread:
+        if outcome.capture is not None:
+            raise AmpError(
+                "whether a gradient overflowed cannot be read while a CUDA graph is captured: step with an "
+                "optimizer that skips on the device (fused=True) and has stepped before, capture forward and "
+                "backward alone and step outside of the graph, or use a static loss scale"
+            )
+        numbers.append(outcome.numbers.to(device))
+    for outcome, row in zip(unread, torch.stack(numbers).tolist(), strict=True):
+        outcome._set(row)

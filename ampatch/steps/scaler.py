@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -28,6 +28,7 @@ class Scale:
     ) -> None:
         self.scaler = scaler
         self._value = value  # a tensor that is never changed in place: graphs keep it
+        self.is_identity = type(value) is float and value == 1.0  # a static 1: scaling changes nothing
         self.capture = capture  # the capture of a CUDA graph that made it, and that alone may use it again
         self._inverse: Tensor | None = None
 
@@ -35,11 +36,6 @@ class Scale:
         """Returns the value that it has now: the replay of a CUDA graph writes another into its memory."""
         value = self._value
         return Scale(self.scaler, value.clone() if isinstance(value, Tensor) else value)
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether scaling changes nothing: a static scale of 1."""
-        return not isinstance(self._value, Tensor) and self._value == 1.0
 
     def scale(self, tensor: Tensor) -> Tensor:
         """Returns a loss or a gradient times the scale, of its shape and dtype; no host sync."""
@@ -70,14 +66,19 @@ class Scale:
         Takes floating and complex gradients, on any devices, sparse ones as well; no host sync. Of DTensors
         it sees what is on this rank: torch would take mesh and placements of all from the first.
         """
-        tensors = [find_values(grad) for grad in grads]
+        tensors = [
+            grad if type(grad) is Tensor and grad.layout is torch.strided else find_values(grad)
+            for grad in grads
+        ]
         kinds = group_by_kind([tensors]) if tensors else {}
         for (device, dtype), ((group,), _) in kinds.items():
             values = [torch.view_as_real(values) for values in group] if dtype.is_complex else group
             self._unscale_group_(values, found_inf, device)
 
     def _unscale_group_(self, group: list[Tensor], found_inf: Tensor, device: torch.device) -> None:
-        inverse = self._get_inverse(found_inf.device)
+        inverse = self._inverse
+        if inverse is None:
+            inverse = self._inverse = self._invert(found_inf.device)
         if device == found_inf.device:
             check_and_unscale_(group, found_inf, inverse)
             return
@@ -85,14 +86,12 @@ class Scale:
         check_and_unscale_(group, found_there, inverse.to(device))
         found_inf.copy_(torch.maximum(found_inf, found_there.to(found_inf.device)))
 
-    def _get_inverse(self, device: torch.device) -> Tensor:
-        if self._inverse is None:
-            value = self._value
-            if not isinstance(value, Tensor):  # filled in, since a CUDA graph takes no copy from the host
-                value = torch.full((), value, dtype=torch.float32, device=device)
-            # Through float64, as GradScaler does, so that both round alike; past the patched method.
-            self._inverse = torch._C.TensorBase.reciprocal(value.to(device).double()).float()
-        return self._inverse
+    def _invert(self, device: torch.device) -> Tensor:
+        value = self._value
+        if not isinstance(value, Tensor):  # filled in, since a CUDA graph takes no copy from the host
+            value = torch.full((), value, dtype=torch.float32, device=device)
+        # Through float64, as GradScaler does, so that both round alike; past the patched method.
+        return torch._C.TensorBase.reciprocal(value.to(device).double()).float()
 
 
 class LossScaler:
@@ -105,6 +104,7 @@ class LossScaler:
 
     def __init__(self, loss_id: int, config: LossScale | float | str, device: torch.device) -> None:
         self.loss_id = loss_id
+        self._number = 1.0
         self.config = config = parse_loss_scale(config)
         self._device = device
         self._scale = torch.zeros((), dtype=torch.float32, device=device)
@@ -125,14 +125,20 @@ class LossScaler:
         vars(self).update(state, _waiting=WeakSet())
 
     @property
-    def is_dynamic(self) -> bool:
-        """Whether the scale follows overflows."""
-        return isinstance(self.config, DynamicLossScale)
+    def config(self) -> LossScale:
+        """How the scale follows overflows, or that it does not."""
+        return self._config
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether scaling changes nothing, now and later: a static scale of 1."""
-        return self._number == 1.0 and not self.is_dynamic
+    @config.setter
+    def config(self, config: LossScale) -> None:
+        self._config = config
+        self.is_dynamic = isinstance(config, DynamicLossScale)  # whether the scale follows overflows
+        self._bounds = (config.floor, config.ceiling) if isinstance(config, DynamicLossScale) else (0, 0)
+        self._note_identity()
+
+    def _note_identity(self) -> None:
+        # Whether scaling changes nothing, now and later: a static scale of 1.
+        self.is_identity = self._number == 1.0 and not self.is_dynamic
 
     @property
     def number(self) -> float:
@@ -178,7 +184,7 @@ class LossScaler:
         update: bool = True,
         counts: bool = True,
         capture: object = None,
-        groups: Iterable[ProcessGroup] = (),
+        groups: Collection[ProcessGroup] = (),
     ) -> BackwardOutcome:
         """Ends a backward pass: updates the scale by `found_inf` and returns what happened.
 
@@ -187,9 +193,13 @@ class LossScaler:
         None where the gradients are those of several. The ranks of `groups` agree on found_inf.
         """
         found_inf = found_inf.to(self._device)
-        agree_(found_inf, groups)
+        if groups:
+            agree_(found_inf, groups)
         before = self._scale.clone() if self._current is None else self._current._value
-        self._carry(found_inf)
+        if self._carried is None:
+            self._carried = found_inf
+        else:
+            self._carry(found_inf)
         if update:
             self._update(counts)
         number = found_inf if loss is None else loss.to(self._device, torch.float32)
@@ -239,7 +249,7 @@ class LossScaler:
         """Updates the scale by what was carried."""
         found_inf, self._carried = self._carried, None
         self._waiting.clear()
-        config = self.config
+        config = self._config
         assert isinstance(config, DynamicLossScale), "a static scale is never updated"
         before = None if config.hysteresis == 1 else self._scale.clone()
         if not counts:
@@ -254,7 +264,7 @@ class LossScaler:
         )
         if before is not None:
             self._forgive(before, found_inf, config.hysteresis)
-        self._scale.clamp_(config.floor, config.ceiling)
+        self._scale.clamp_(*self._bounds)
         self._current = None
 
     def _forgive(self, before: Tensor, found_inf: Tensor, hysteresis: int) -> None:
@@ -273,6 +283,7 @@ class LossScaler:
         """Sets the scale; raises AmpValueError or AmpTypeError for anything but a number above 0."""
         validate_scale("loss scale", value)
         self._number = float(value)
+        self._note_identity()
         self._scale.fill_(self._number)
         self._current: Scale | None = None if self.is_dynamic else Scale(self, self._number)
 

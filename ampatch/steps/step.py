@@ -28,6 +28,10 @@ def drop_after_overflow(
         )
 
 
+def _list_params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 class SkipStep:
     """Skips steps of one optimizer.
 
@@ -43,36 +47,39 @@ class SkipStep:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Forgets what a step that raised may have left."""
-        self._hidden = []
-        self._take_away(optimizer)
+        if self._hidden:
+            self._hidden = []
+        if self._put is not None:
+            self._take_away(optimizer)
 
-    def skip_after_overflow(
-        self, optimizer: Optimizer, params: Sequence[Tensor], outcomes: list[BackwardOutcome]
-    ) -> None:
+    def skip_after_overflow(self, optimizer: Optimizer, outcomes: list[BackwardOutcome]) -> None:
         """Has the step that begins change nothing if any outcome is an overflow."""
-        takes_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
-        stepped, state = self._stepped, optimizer.state
-        new = [  # which the optimizer is about to step for the first time
-            param
-            for param in (params if takes_found_inf else ())
-            if id(param) not in stepped and param not in state and param.grad is not None
-        ]
-        if takes_found_inf and not new:
-            self._put_found_inf(optimizer, BackwardOutcome.combine(outcomes))
-        elif BackwardOutcome.read_all(outcomes):
-            hidden = [(param, param.grad) for param in params if param.grad is not None]
-            for param, _ in hidden:
-                param.grad = None
-            self._hidden += hidden
+        new: list[Tensor] = []  # which the optimizer is about to step for the first time
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            stepped, state = self._stepped, optimizer.state
+            new = [
+                param
+                for param in _list_params(optimizer)
+                if id(param) not in stepped and param not in state and param.grad is not None
+            ]
+            if not new:
+                return self._put_found_inf(optimizer, BackwardOutcome.combine(outcomes))
+        if BackwardOutcome.read_all(outcomes):
+            for param in _list_params(optimizer):
+                if param.grad is not None:
+                    self._hidden.append((param, param.grad))
+                    param.grad = None
         else:
-            stepped.update(map(id, new))
+            self._stepped.update(map(id, new))
 
     def end(self, optimizer: Optimizer) -> None:
         """Puts hidden gradients back."""
-        self._take_away(optimizer)
-        for param, grad in self._hidden:
-            param.grad = grad
-        self._hidden = []
+        if self._put is not None:
+            self._take_away(optimizer)
+        if self._hidden:
+            for param, grad in self._hidden:
+                param.grad = grad
+            self._hidden = []
 
     def _put_found_inf(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         theirs = vars(optimizer).get("found_inf")

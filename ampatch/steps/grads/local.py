@@ -29,10 +29,7 @@ class LocalGrads:
 
     coming: set[int] = field(default_factory=set)  # models whose next backward makes such, by id
     sharded: list[weakref.ref[Module]] = field(default_factory=list)  # the parts that FSDP2 has sharded
-    are_waiting: bool = False
     are_alone: bool = False  # whether no DistributedDataParallel was seen that averages them
-    read_scale: Scale | None = None  # what they were scaled by, if somebody wanted to read them before
-    read_found_inf: Tensor | None = None
 
     def are_coming(self) -> bool:
         """Whether the backward that has just run left its gradients on the rank."""

@@ -76,10 +76,7 @@ class EarlierGrads:
     """Gradients from before a block, set aside so that the new ones are seen apart from them."""
 
     def __init__(self) -> None:
-        self._set_aside: list[tuple[Tensor, Tensor]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._set_aside)
+        self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def take(self, params: Iterable[Tensor]) -> None:
         """Takes the gradients of parameters away."""
@@ -87,19 +84,19 @@ class EarlierGrads:
             for param in params:
                 grad = param.grad
                 if grad is not None:
-                    self._set_aside.append((param, own_memory(grad)))
+                    self.pairs.append((param, own_memory(grad)))
                     param.grad = None
 
     @torch.no_grad()
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Changes them while they are away."""
-        self._set_aside = [(param, change(earlier)) for param, earlier in self._set_aside]
+        self.pairs = [(param, change(earlier)) for param, earlier in self.pairs]
 
     def give_back(self) -> None:
         """Puts them back, with the new ones added."""
-        set_aside, self._set_aside = self._set_aside, []
+        pairs, self.pairs = self.pairs, []
         sums, new = [], []
-        for param, earlier in set_aside:
+        for param, earlier in pairs:
             grad = param.grad
             if grad is None:
                 param.grad = earlier

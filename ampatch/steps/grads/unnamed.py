@@ -30,9 +30,9 @@ class UnnamedGrads:
     def __init__(self) -> None:
         self.scale: Scale | None = None  # of the last such backward; None where nothing is left
         self.looks = True  # whether somebody still wants to know of those
-        self._used: list[SeenGrad] = []  # to which a backward of its own has added
+        self.used: list[SeenGrad] = []  # to which a backward of its own has added
         self._were_any: Tensor | None = None  # whether these were not zero before
-        self._runs_in: int | None = None  # the thread of such a backward that runs
+        self.runs_in: int | None = None  # the thread of such a backward that runs
         self._scaled: list[SeenGrad] = []
         self._mixed: list[SeenGrad] = []  # scaled ones that were added to others
         self._unscaled: list[SeenGrad] = []  # for a reader
@@ -56,7 +56,7 @@ class UnnamedGrads:
             for param in alive:
                 param.grad = scale.rescale(param.grad, self.scale)
             self.scale, self._scaled = scale, _see_grads(alive)
-        scaled, self._runs_in = set(map(id, alive)), get_ident()
+        scaled, self.runs_in = set(map(id, alive)), get_ident()
         return [
             (param, grad := param.grad, -1 if grad is None else grad._version, id(param) in scaled)
             for param in params
@@ -64,7 +64,7 @@ class UnnamedGrads:
 
     def end(self, before: Sequence[BeforeGrad], scale: Scale) -> bool:
         """Notes which ones the backward has changed, and says whether it did; keeps none of them alive."""
-        self._runs_in = None
+        self.runs_in = None
         made = [
             (param, grad is None or is_scaled)
             for param, grad, version, is_scaled in before
@@ -80,7 +80,7 @@ class UnnamedGrads:
 
     def check_step(self) -> None:
         """Raises AmpError for a step inside of such a backward, of gradients that it has not finished."""
-        if self._runs_in == get_ident():
+        if self.runs_in == get_ident():
             raise AmpError(
                 "scale_loss: an optimizer that the block does not name steps inside of its backward, where "
                 "gradients are still scaled: step after the block, and name the optimizer in scale_loss"
@@ -88,7 +88,7 @@ class UnnamedGrads:
 
     def find_used(self) -> Tensor | None:
         """Whether the own gradients have some in them, on the device; None where none are left."""
-        used, self._used = _find_seen(self._used), []
+        used, self.used = _find_seen(self.used), []
         return self._were_any if used else None
 
     def find(self) -> list[Tensor]:
@@ -121,7 +121,7 @@ class UnnamedGrads:
         self._were_any = are_any(used) if used else None
         self.unscale()
         if used:
-            self._used = _see_grads(one for one in used if one.grad is not None)
+            self.used = _see_grads(one for one in used if one.grad is not None)
         found_inf = self._found_inf if _find_seen(self._unscaled) else None
         self._unscaled, self._lost, self._found_inf, self.scale = [], [], None, None
         return found_inf

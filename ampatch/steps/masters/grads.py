@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import TAKES_ANY_GRAD
 from ampatch.steps.grads.plain import add_grads, cast_grads
-from ampatch.steps.masters.params import do_nothing
 from ampatch.steps.masters.weight import Weight
 
 # How many elements are cast at a time. What was cast is freed before the next ones are; on a CPU they stay in
@@ -34,10 +34,11 @@ class MasterGrads:
 
         With `keeps_graphs` half gradients that have a graph (`create_graph=True`) stay as they are.
         """
+        changed = []
         with torch._C.DisableTorchFunction():  # a mode, as of a default device, would see each attribute
-            changed = [pair for pair in self.pairs if pair.half.grad is not pair.master.grad]
-            if not TAKES_ANY_GRAD:
-                changed = [pair for pair in changed if not pair.holds_grad()]
+            for pair in self.pairs:
+                if pair.half.grad is not pair.master.grad and (TAKES_ANY_GRAD or not pair.holds_grad()):
+                    changed.append(pair)
         if changed:  # modes see the casts, as the doctor's, which follows bad numbers
             _settle(changed, keeps_graphs)
 
@@ -52,27 +53,29 @@ class MasterGrads:
             pair.half.grad = pair.grad = pair.half_grad = None
 
 
-class NoMasterGrads(MasterGrads):
-    """Stands in for the gradients of masters where an optimizer has none."""
-
-    share = take_away = clear = do_nothing  # type: ignore[assignment]
-
-
 @torch.no_grad()
 def _settle(changed: Sequence[Weight], keeps_graphs: bool) -> None:
-    is_new = [grad is not None and grad.dtype in HALF_TYPES for grad in (pair.half.grad for pair in changed)]
-    for pair in (pair for pair, made in zip(changed, is_new, strict=True) if not made):
-        pair.hold_grad(_find_changed_side(pair))
-    new = [pair for pair, made in zip(changed, is_new, strict=True) if made]
-    if keeps_graphs:
-        new = [pair for pair in new if not pair.half.grad.requires_grad]
+    new = []
+    for pair in changed:
+        grad = pair.half.grad
+        if grad is None or grad.dtype not in HALF_TYPES:
+            pair.hold_grad(_find_changed_side(pair))
+        elif not (keeps_graphs and grad.requires_grad):
+            new.append(pair)
     for part in _split(new):
-        casts = cast_grads([pair.half.grad for pair in part], [pair.master for pair in part])
-        for pair, cast in zip(part, casts, strict=True):
+        halves, masters = [], []
+        for pair in part:
+            halves.append(pair.half.grad)
+            masters.append(pair.master)
+        for pair, cast in zip(part, cast_grads(halves, masters), strict=True):
             earlier = pair.master.grad
             if earlier is not None and earlier is not pair.find_grad():
                 cast = add_grads(earlier, cast)  # of who had put it there before the backward
-            pair.hold_grad(cast)
+            if TAKES_ANY_GRAD and pair.half.grad_dtype is None:  # `Weight.hold_grad`, written out
+                pair.half.grad = pair.master.grad = cast
+                pair.grad = pair.half_grad = ref(cast)
+            else:
+                pair.hold_grad(cast)
 
 
 def _find_changed_side(pair: Weight) -> Tensor | None:
@@ -84,13 +87,12 @@ def _find_changed_side(pair: Weight) -> Tensor | None:
     return half if is_half_side else master
 
 
-def _split(pairs: Sequence[Weight]) -> Iterator[Sequence[Weight]]:
-    size = start = 0
+def _split(pairs: Sequence[Weight]) -> list[Sequence[Weight]]:
+    parts, size, start = [], 0, 0
     most = MOST_ON_CPU if pairs and pairs[0].half.is_cpu else MOST_ON_GPU
     for index, pair in enumerate(pairs):
         size += pair.half.numel()
         if size > most:
-            yield pairs[start : index + 1]
+            parts.append(pairs[start : index + 1])
             size, start = 0, index + 1
-    if size:
-        yield pairs[start:]
+    return parts if start == len(pairs) else [*parts, pairs[start:]]

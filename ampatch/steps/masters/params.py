@@ -29,12 +29,12 @@ class MasterParams:
         self.pairs: list[Weight] = []
         self._plain: tuple[list[Tensor], list[Tensor]] = [], []  # halves and masters that are no wrappers
         self._by_half: dict[int, Weight] = {}
-        self._by_master: dict[int, Weight] = {}
+        self.by_master: dict[int, Weight] = {}
         self.optimizers = optimizers
         self._was_checked = False
 
     def _forget(self) -> None:
-        for known in (self.pairs, *self._plain, self._by_half, self._by_master):
+        for known in (self.pairs, *self._plain, self._by_half, self.by_master):
             known.clear()
 
     def __iter__(self) -> Iterator[Weight]:
@@ -46,11 +46,11 @@ class MasterParams:
 
     def owns(self, param: Tensor) -> bool:
         """Whether a parameter is one of the masters."""
-        return id(param) in self._by_master
+        return id(param) in self.by_master
 
     def select_others(self, params: list[Tensor]) -> list[Tensor]:
         """Leaves out the masters."""
-        known = self._by_master
+        known = self.by_master
         return [param for param in params if id(param) not in known] if known else params
 
     def add(self, pair: Weight, master: Parameter | None = None) -> None:
@@ -65,7 +65,7 @@ class MasterParams:
             for known, param in zip(self._plain, (pair.half, pair.master), strict=True):
                 known.append(param)
         self._by_half[id(pair.half)] = pair
-        self._by_master[id(pair.master)] = pair
+        self.by_master[id(pair.master)] = pair
 
     def install(self) -> None:
         """Puts masters into the param groups, and their state under their name, bit for bit."""
@@ -76,9 +76,10 @@ class MasterParams:
     def install_again(self, *_: object) -> None:
         """Puts masters back where a script wrote their half parameters into a group since; a hook, too."""
         halves = self._by_half.keys()
-        groups = [group for optimizer in self.optimizers if halves for group in optimizer.param_groups]
-        if not all(halves.isdisjoint(map(id, group["params"])) for group in groups):
-            self.install()
+        for optimizer in self.optimizers if halves else ():
+            for group in optimizer.param_groups:
+                if not halves.isdisjoint(map(id, group["params"])):
+                    self.install()
 
     def align_state(self, optimizer: Optimizer) -> None:
         """Gives the state of masters their strides, for fused kernels; a hook for loaded state, too."""
@@ -92,7 +93,7 @@ class MasterParams:
 
     def remove(self) -> None:
         """Puts the model's parameters back, with the state that the masters have by now, for good."""
-        self._replace({key: pair.half for key, pair in self._by_master.items()})
+        self._replace({key: pair.half for key, pair in self.by_master.items()})
         self._forget()  # or whoever holds a method of ours would put the masters back
 
     def _replace(self, by_id: dict[int, Parameter]) -> None:
@@ -112,12 +113,14 @@ class MasterParams:
     def take_edits(self) -> None:
         """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
         self.install_again()
-        self.take_writes()
-
-    def take_writes(self, *_: object) -> None:
-        """Does so where masters are in the param groups; a hook of the step, too."""
         with self.lock as is_free:
             for pair in self._find_edited() if is_free else ():
+                pair.take_edit()
+
+    def take_writes(self, *_: object) -> None:
+        """Does so in a step of this thread, where masters are in the param groups; a hook of the step."""
+        with self.lock.mutex:
+            for pair in self._find_edited():
                 pair.take_edit()
 
     def show_edits(self) -> None:
@@ -139,9 +142,8 @@ class MasterParams:
 
     def copy_to_model(self) -> None:
         """Rounds the masters into the model's parameters; no host sync."""
-        if self.pairs:
-            with self.lock:
-                _round(self.pairs, *self._plain)
+        with self.lock.mutex:
+            _round(self.pairs, *self._plain)
 
     def end_step(self, optimizer: Optimizer, *_: object) -> None:
         """Rounds the masters into the model; the first time warns of one that steps half weights itself.
@@ -150,7 +152,8 @@ class MasterParams:
         """
         wrote_half = not self._was_checked and any(pair.is_edited() for pair in self.pairs)
         self._was_checked = True
-        self.copy_to_model()
+        with self.lock.mutex:
+            _round(self.pairs, *self._plain)
         if wrote_half:
             warn(
                 f"{type(optimizer).__name__}.step wrote into the half weights of the model, which its "
@@ -182,25 +185,11 @@ class MasterParams:
                 _round(edited, [pair.half for pair in plain], [pair.master for pair in plain])
 
 
-def do_nothing(*_: object, **__: object) -> None:
-    """Stands in for a method of masters where there are none."""
-
-
-class NoMasters(MasterParams):
-    """Stands in for the masters of an optimizer that gets none: what each step asks of them costs nothing."""
-
-    install_again = take_edits = take_writes = show_edits = copy_to_model = copy_edits_to_model = end_step = (
-        do_nothing  # type: ignore[assignment]
-    )
-
-    def select_others(self, params: list[Tensor]) -> list[Tensor]:
-        """Returns all of them."""
-        return params
-
-
 @torch.no_grad()
 def _round(pairs: list[Weight], halves: list[Tensor], masters: list[Tensor]) -> None:
     """Rounds masters into half parameters; `halves` and `masters` are those that are no wrappers."""
+    if not pairs:
+        return
     if halves:
         torch._foreach_copy_(halves, masters)
     for pair in pairs if len(halves) < len(pairs) else ():

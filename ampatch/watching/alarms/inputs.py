@@ -84,7 +84,7 @@ class LossRing:
         self._numbers = torch.zeros(SLOTS, dtype=torch.float32, device=device)
         self._slots = self._numbers.unbind()
         self._keys: list[object] = []
-        self._sent: list[tuple[list[object], Tensor, torch.cuda.Event | None]] = []
+        self.sent: list[tuple[list[object], Tensor, torch.cuda.Event | None]] = []  # on their way
 
     def put(self, key: object, loss: Tensor) -> None:
         """Takes the loss of a step, under a key; no host sync."""
@@ -96,23 +96,23 @@ class LossRing:
     def _send(self) -> None:
         keys, self._keys = self._keys, []
         if not self._numbers.is_cuda:
-            self._sent.append((keys, self._numbers.clone(), None))
+            self.sent.append((keys, self._numbers.clone(), None))
             return
         host = torch.empty(SLOTS, dtype=torch.float32, device="cpu", pin_memory=True)
         host.copy_(self._numbers, non_blocking=True)
         arrival = torch.cuda.Event()
         arrival.record(torch.cuda.current_stream(self._numbers.device))
-        self._sent.append((keys, host, arrival))
+        self.sent.append((keys, host, arrival))
 
     def take(self, *, all_of_them: bool = False) -> Iterator[tuple[object, float]]:
         """Yields the keys and losses that have arrived, oldest first; `all_of_them` waits for the rest."""
         if all_of_them and self._keys:
             self._send()
-        while self._sent:
-            keys, numbers, arrival = self._sent[0]
+        while self.sent:
+            keys, numbers, arrival = self.sent[0]
             if arrival is not None and all_of_them:
                 arrival.synchronize()
             if arrival is not None and not arrival.query():
                 return
-            del self._sent[0]
+            del self.sent[0]
             yield from zip(keys, numbers.tolist(), strict=False)

@@ -55,6 +55,10 @@ class FollowedLoss:
     begun: int = 0  # steps, including those that nobody has read
     last_alarm: int | None = None
 
+    def is_calm(self) -> bool:
+        """Whether a clean step at the scale of the one before would change nothing."""
+        return self.judge is None or self.judge.is_calm
+
     def count_if_calm(self, outcomes: Sequence[BackwardOutcome]) -> bool:
         """Counts a step that was clean, at the scale of the one before; says whether it was one."""
         scale = self.ring.scale
@@ -66,6 +70,6 @@ class FollowedLoss:
 
     def count_clean(self, scale: float) -> bool:
         """Counts a clean step, unless there is something to note or to judge; says whether it did."""
-        is_calm = scale == self.ring.scale and (self.judge is None or self.judge.is_calm)
+        is_calm = scale == self.ring.scale and self.is_calm()
         self.ring.steps += is_calm
         return is_calm

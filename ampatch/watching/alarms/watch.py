@@ -57,6 +57,7 @@ class AlarmWatch(SessionListener):
         """Drops all records; callbacks stay."""
         self._records: dict[int, FollowedLoss] = {}
         self._unread: deque[Unread] = deque()
+        self._is_urgent = False  # whether a step must look at these: most are read some at a time
         self._rings: dict[torch.device, LossRing] = {}
         self._seen: dict[int, SeenStep] = {}  # by the id of the AmpOptimizer
 
@@ -106,7 +107,8 @@ class AlarmWatch(SessionListener):
                 self._note_loss(loss_id, loss)
         if amp.last_outcomes:
             self._note_outcomes(amp.last_outcomes)
-        self._take_known(amp, wait=False)
+        if self._is_urgent or OBSERVERS.all:
+            self._take_known(amp, wait=False)
         for forward in seen.forwards:
             last = forward()
             if last is not None:
@@ -120,6 +122,7 @@ class AlarmWatch(SessionListener):
                 ring = self._rings[loss.device] = LossRing(loss.device)
             ring.put((record, record.begun), loss)
             record.begun += 1
+            self._is_urgent |= bool(ring.sent)
 
     def _note_outcomes(self, outcomes: Sequence[BackwardOutcome]) -> None:
         """Queues the outcomes of a step by loss; those of two optimizers count once."""
@@ -127,13 +130,14 @@ class AlarmWatch(SessionListener):
         for outcome in outcomes:
             if not outcome.is_noted:
                 outcome.is_noted = True
-                outcome.is_known()  # asks for it
+                self._is_urgent |= not outcome.is_clean()  # asks for it, too
                 by_loss.setdefault(outcome.loss_id, []).append(outcome)
         for loss_id, new in by_loss.items():
             record = self._records.get(loss_id)
             if record is not None:
                 self._unread.append((record, record.begun, new))
                 record.begun += 1
+                self._is_urgent |= len(self._unread) >= MOST_UNREAD or not record.is_calm()
 
     # What the host knows
 
@@ -163,6 +167,7 @@ class AlarmWatch(SessionListener):
             try:
                 for record, update in self._read(wait=wait):
                     self._take(record, update, amp)
+                self._is_urgent = bool(self._unread) or any(ring.sent for ring in self._rings.values())
             finally:
                 self._reading.release()
 

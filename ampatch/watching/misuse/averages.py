@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -31,18 +30,17 @@ SOFT = (
 class AverageWatch:
     """Looks at one weight of each copied model, at the steps of the original."""
 
-    def __init__(self, warner: Warner, copies: Callable[[], WeakSet[Shared]], views: dict) -> None:
-        self._warner, self._copies, self._views = warner, copies, views
+    def __init__(self, warner: Warner, views: dict) -> None:
+        self._warner, self._views = warner, views
         self.forget()
 
     def forget(self) -> None:
         """Drops what was seen."""
         self._tracks: WeakKeyDictionary[Shared, Track] = WeakKeyDictionary()
 
-    def check_step(self) -> None:
+    def check_step(self, copies: WeakSet[Shared]) -> None:
         """Counts what was written into copies since the last step; one host sync for each, once."""
-        copies = self._copies()
-        if not copies or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         for shared in list(copies):
             track = self._tracks.get(shared)

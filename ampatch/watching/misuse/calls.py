@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def check_ranks(warner: Warner, amp: AmpOptimizer) -> None:
-    """Warns of ranks that may not skip a step together, before one; no collective, and no host sync."""
-    if not amp.local.are_alone or not amp.pending or amp.agreement.list_groups(amp.params()):
+    """Warns of ranks that may not skip a step together, whose gradients nobody averages; no host sync."""
+    if amp.list_groups():
         return
     if hasattr(amp.find_given(), "averager"):  # PostLocalSGDOptimizer, whose ranks are to step alone
         return

@@ -18,6 +18,7 @@ from torch import Tensor
 from ampatch.levels.private import graph_task
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.steps.phase import Phase
 from ampatch.watching.misuse.unnamed import Marked, UnnamedWatch
 from ampatch.watching.misuse.warner import Warner
 
@@ -94,10 +95,9 @@ class ScaleWatch(SessionPatch):
     # Blocks
 
     def begin_block(self, block: ScaledLoss) -> None:
-        """Notes that a block has begun."""
-        if not block.scale.is_identity:
-            self.blocks[id(block)] = OpenBlock(block)
-            self._had_block.update(map(id, block.optimizers))
+        """Notes that a block has begun whose gradients are scaled."""
+        self.blocks[id(block)] = OpenBlock(block)
+        self._had_block.update(map(id, block.optimizers))
 
     def end_block(self, block: ScaledLoss) -> None:
         """Notes that a block ends, before its gradients are unscaled."""
@@ -106,8 +106,11 @@ class ScaleWatch(SessionPatch):
             return
         if not ended.was_scaled:
             self._inside.update(ended.unscaled)
-        self._ended = [one for one in self._ended if one[0]() is not None][1 - MANY :]
-        self._ended.append((ref(block.scaled), block.scale, ended.was_scaled))
+        alive = []
+        for one in self._ended:
+            if one[0]() is not None:
+                alive.append(one)
+        self._ended = [*alive[1 - MANY :], (ref(block.scaled), block.scale, ended.was_scaled)]
 
     def list_blocks(self) -> list[OpenBlock]:
         """The open blocks of this thread."""
@@ -163,9 +166,10 @@ class ScaleWatch(SessionPatch):
         return [one for one in found if leads_to(roots, one.block.scaled)]
 
     def _begin_scaled(self, blocks: Sequence[OpenBlock]) -> Marked | None:
+        named: list[AmpOptimizer] = []
         for one in blocks:
             one.was_scaled = True
-        named = [optimizer for one in blocks for optimizer in one.block.optimizers]
+            named += one.block.optimizers
         return self._unnamed.begin("unnamed", blocks[-1].block.scale, named)
 
     def _look_before(self, roots: object, is_whole: bool) -> list[SeenGrad]:
@@ -175,8 +179,8 @@ class ScaleWatch(SessionPatch):
         """
         blocks = self.list_blocks()
         for amp in self._members.optimizers():  # while what was cleared still shows that it was
-            if (is_whole and not blocks) or amp.unnamed.scale is not None:
-                amp.settle_for_reader(is_backward=True)
+            if (is_whole and not blocks) or amp.phase is Phase.UNNAMED:
+                amp.read_grads(is_backward=True)
         if not (is_whole and _are_tensors(roots)):
             return []
         if not blocks:
@@ -185,7 +189,7 @@ class ScaleWatch(SessionPatch):
 
     def _list_dynamic(self) -> list[AmpOptimizer]:
         """The optimizers with a dynamic scale; what has a `backward`, as FP16_Optimizer, scales by itself."""
-        found = self._members.optimizers(only_dynamic=True)
+        found = [amp for amp in self._members.optimizers() if amp.call.scalers[0].is_dynamic]
         return [amp for amp in found if not hasattr(amp.find_given(), "backward")]
 
     # A step
@@ -197,7 +201,8 @@ class ScaleWatch(SessionPatch):
     def check_step(self, optimizer: AmpOptimizer) -> None:
         """Warns of gradients that a step must not use as they are; called before anything of it is done."""
         key = id(optimizer)
-        self._unnamed.check(optimizer, optimizer.unnamed.find_used())
+        if optimizer.unnamed.used:
+            self._unnamed.check(optimizer, optimizer.unnamed.find_used())
         had_block = key in self._had_block
         if had_block:
             self._had_block.discard(key)

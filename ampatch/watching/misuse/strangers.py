@@ -44,8 +44,10 @@ class StrangerWatch:
             undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
     def _check(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        key = id(optimizer)
-        if torch.compiler.is_dynamo_compiling() or (key in self._seen and not self._unnamed.knows(optimizer)):
+        key, unnamed = id(optimizer), self._unnamed
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if key in self._seen and not (unnamed.strangers and unnamed.knows(optimizer)):
             return
         amp = None if key in self._seen else self._members.find(optimizer)
         if amp is not None:  # its own hook comes later

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ampatch.levels.stack import Line, find_line, is_running
 from ampatch.steps.grads.unnamed import BeforeGrad, UnnamedGrads, are_any
 from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.steps.phase import Phase
 from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
@@ -58,57 +59,55 @@ class UnnamedWatch:
 
     def forget(self) -> None:
         """Drops what was seen."""
-        self._strangers: dict[int, Stranger] = {}  # by the id of the optimizer
+        self.strangers: dict[int, Stranger] = {}  # by the id of the optimizer
         self._left: dict[int, tuple[str, Line]] = {}  # optimizers, by id, and what left them some
         self._judged: set[tuple[int, str]] = set()
 
     def begin(self, kind: str, scale: Scale, named: Sequence[AmpOptimizer]) -> Marked | None:
         """Looks at the gradients that a scaled backward may change, but for those of the `named`."""
         others = self._members.others(named)
-        if not (others or self._strangers) or scale.capture is not None:
+        if not (others or self.strangers) or scale.capture is not None:
             return None
         unscaled = _ids(named)
-        ours = self._list_ours()
-        idle = [amp for amp in others if amp.thread in ours and _is_idle(amp)]
+        ours = self._members.optimizers(of_thread=get_ident())
+        idle = [amp for amp in others if amp in ours and _is_idle(amp)]
         for amp in idle:
             amp.begin_backward()
             if kind == "late":
                 amp.unnamed.begin_late(amp.stepped_params(), scale)
+                amp.phase = Phase.UNNAMED
         before = [(amp, amp.unnamed.begin(_others(amp.stepped_params(), unscaled), scale)) for amp in idle]
         return Marked(kind, scale, [*before, *self._begin_strangers(_ids((*others, *named)), scale)])
 
     def _begin_strangers(self, known: set[int], scale: Scale) -> list[tuple[Stranger, list[BeforeGrad]]]:
-        self._strangers = {key: one for key, one in self._strangers.items() if one.find() is not None}
+        self.strangers = {key: one for key, one in self.strangers.items() if one.find() is not None}
         found = []
-        for stranger in self._strangers.values():
+        for stranger in self.strangers.values():
             params = [param for group in stranger.find().param_groups for param in group["params"]]
             found.append((stranger, stranger.unnamed.begin(_others(params, known), scale)))
         return found
 
-    def _list_ours(self) -> set[int | None]:
-        """The threads whose optimizers are this thread's: where others train, a new one may be theirs."""
-        own = {None, get_ident()}
-        return own if {one.thread for one in self._members.optimizers()} <= own else {get_ident()}
-
     def end(self, marked: Marked) -> None:
         """Notes what the backward has changed."""
-        ours = self._list_ours()
+        ours = self._members.optimizers(of_thread=get_ident())
         for one, before in marked.before:
-            is_ours = isinstance(one, Stranger) or one.thread in ours
+            is_ours = isinstance(one, Stranger) or one in ours
             if isinstance(one, AmpOptimizer) and is_ours:
                 one.end_backward()
-            if one.unnamed.end(before if is_ours else (), marked.scale) and (
-                (id(one), marked.kind) not in self._judged
-            ):
+            if not one.unnamed.end(before if is_ours else (), marked.scale):
+                continue
+            if isinstance(one, AmpOptimizer):
+                one.phase = Phase.UNNAMED
+            if (id(one), marked.kind) not in self._judged:
                 self._left[id(one)] = marked.kind, find_line()
 
     def show(self, grads: Iterable[Tensor]) -> None:
         """Unscales such gradients that somebody is about to clip, outside of a block."""
-        left = [amp for amp in self._members.optimizers() if amp.unnamed.scale is not None]
+        left = [amp for amp in self._members.optimizers() if amp.phase is Phase.UNNAMED]
         given = set(map(id, grads)) if left else ()
         for amp in left:
             if any(id(param.grad) in given for param in amp.unnamed.find()):
-                amp.settle_for_reader()
+                amp.read_grads()
 
     # A step
 
@@ -124,14 +123,14 @@ class UnnamedWatch:
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether it is a stranger that was seen before."""
-        found = self._strangers.get(id(optimizer))
+        found = self.strangers.get(id(optimizer))
         return found is not None and found.find() is optimizer  # ids are used again
 
     def check_stranger(self, optimizer: Optimizer) -> None:
         """Warns of an optimizer that initialize never saw if it steps some; knows it from now on."""
         if not self.knows(optimizer):
-            self._strangers[id(optimizer)] = Stranger(weakref.ref(optimizer))
-        left = self._strangers[id(optimizer)].unnamed.find()
+            self.strangers[id(optimizer)] = Stranger(weakref.ref(optimizer))
+        left = self.strangers[id(optimizer)].unnamed.find()
         if left and not self._warner.has_said("stranger") and are_any(left):
             self._warner.warn("stranger", TEXTS["stranger"].format(type(optimizer).__name__))
 
@@ -142,9 +141,9 @@ def _ids(optimizers: Iterable[AmpOptimizer]) -> set[int]:
 
 def _is_idle(amp: AmpOptimizer) -> bool:
     """Whether no block or step of an optimizer is open."""
-    step, local = amp.masters.lock.step, amp.local
-    waits = amp.end_block or amp.delayed or local.are_waiting or local.read_scale
-    return not (waits or (step and is_running(step)))
+    step, phase = amp.masters.lock.step, amp.phase
+    is_free = amp.block is None and phase in (Phase.UNSCALED, Phase.UNNAMED)
+    return is_free and not (step and is_running(step))
 
 
 def _others(params: Iterable[Tensor], known: set[int]) -> Iterator[Tensor]:

@@ -34,7 +34,7 @@ class MisuseWatch(SessionListener):
         self._clip = ClipWatch(self._warner, self._scale, self._unnamed)
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
-        self._averages = AverageWatch(self._warner, lambda: session.shared.copies, session.data_watch.views)
+        self._averages = AverageWatch(self._warner, session.data_watch.views)
         self._strangers = StrangerWatch(self._warner, members, self._half, self._unnamed)
 
     def session_closed(self, _: None) -> None:
@@ -79,7 +79,9 @@ class MisuseWatch(SessionListener):
 
     def block_begins(self, block: ScaledLoss) -> None:
         """Notes that a block has begun, by which it may be known that a scale of 1 was set to another."""
-        if not (block.scale.is_identity or self._scale.is_open):
+        if block.scale.is_identity:
+            return
+        if not self._scale.is_open:
             with ExitStack() as undo:
                 self._open_scaled(undo)
                 self._session.enter(undo.pop_all())
@@ -87,13 +89,17 @@ class MisuseWatch(SessionListener):
 
     def block_ends(self, block: ScaledLoss) -> None:
         """Notes that a block ends, before its gradients are unscaled."""
-        self._scale.end_block(block)
+        if self._scale.blocks:
+            self._scale.end_block(block)
 
     def step_begins(self, amp: AmpOptimizer) -> None:
         """Warns of what a step must not use as it is; called before anything of it is done."""
-        self._scale.check_step(amp)
-        check_ranks(self._warner, amp)
-        self._averages.check_step()
+        if self._scale.is_open:
+            self._scale.check_step(amp)
+        if amp.local.are_alone and amp.pending:
+            check_ranks(self._warner, amp)
+        if copies := self._session.shared.copies:
+            self._averages.check_step(copies)
         if self._halved:
             check_halved(self._warner, self._halved, amp)
 
