@@ -1,0 +1,61 @@
+"""How much Python a step runs: calls of ampatch's functions, by level. `python tests/test_step_calls.py` shows them.
+
+A block of `scale_loss` and `optimizer.step()`, of two Linear layers with SGD, in the fourth iteration.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import ampatch as amp
+
+ROOT = os.path.dirname(amp.__file__) + os.sep
+MOST_CALLS = {"O0": 30, "O1": 80, "O2": 90, "O4": 45, "O5": 70}
+# Before torch 2.10 a half parameter holds no float32 gradient by itself: each is given one by a call.
+EXTRA = 0 if hasattr(torch.Tensor, "grad_dtype") else 20
+
+
+def list_calls(level):
+    """Returns the file and the function of each call of a step, in order."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    calls = []
+
+    def note(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(ROOT):
+            calls.append((file.removeprefix(ROOT), frame.f_code.co_name))
+
+    inputs, targets = torch.randn(4, 8), torch.randn(4, 4)
+    for is_last in (False, False, False, True):
+        loss = mse_loss(model(inputs).float(), targets)
+        optimizer.zero_grad()
+        before = sys.getprofile()
+        sys.setprofile(note if is_last else before)
+        try:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        finally:
+            sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize("level", MOST_CALLS)
+def test_a_step_makes_few_calls(level):
+    calls = list_calls(level)
+    assert 0 < len(calls) <= MOST_CALLS[level] + EXTRA, [name for _, name in calls]
+
+
+if __name__ == "__main__":
+    for level in MOST_CALLS:
+        calls = list_calls(level)
+        amp.uninitialize()
+        files = [file for file, _ in calls]
+        changes = sum(one != other for one, other in zip(files, files[1:], strict=False))
+        print(f"{level}: {len(calls)} calls, {len(set(files))} files, {changes} changes of file")
