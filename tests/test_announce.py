@@ -198,7 +198,7 @@ def test_the_log_names_the_rank_though_a_second_call_raised(monkeypatch, caplog)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     amp.initialize(nn.Linear(3, 2), opt_level="O4")
-    monkeypatch.setattr(SESSION.events, "call_is_set_up", lambda opening: 1 / 0)
+    monkeypatch.setattr(SESSION.events, "call_is_set_up", (lambda opening: 1 / 0,))
     with pytest.raises(ZeroDivisionError):
         amp.initialize(nn.Linear(3, 2), opt_level="O4")
     logging.getLogger("ampatch").warning("ended")

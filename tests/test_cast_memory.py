@@ -301,7 +301,7 @@ def test_a_cast_that_is_freed_while_another_thread_adds_one(linear, monkeypatch)
         if tensor is linear.bias:
             monkeypatch.setattr(cache, "_convert", convert)
             in_another_thread(linear)  # makes a cast of its own, and ends its iteration
-            weakref.finalize(cache._waiting[id(tensor)].cast, in_another_thread, late)
+            weakref.finalize(cache.waiting[id(tensor)].cast, in_another_thread, late)
         return convert(tensor)
 
     monkeypatch.setattr(cache, "_convert", convert_twice)

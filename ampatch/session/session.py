@@ -30,7 +30,7 @@ from ampatch.session.distributed import DistributedPatch
 from ampatch.session.members import Members
 from ampatch.session.request import Opening, Request, device_types, make_scalers, validate_optimizers
 from ampatch.steps.call import Call
-from ampatch.steps.events import Surroundings
+from ampatch.steps.events import Surroundings, Tells
 from ampatch.steps.masters.params import fit_states
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
@@ -72,8 +72,12 @@ class Session(Surroundings):
         self.calls: list[Call] = []  # of `initialize`, that are enabled
         self._attachments = Attachments(self.members, self.data_watch, self.shared)
         self.is_disabled = False
-        for tell in self.events.session_closed:
-            tell(None)
+        self._publish(self.events.session_closed, None)
+
+    @staticmethod
+    def _publish(tells: Tells, what: object) -> None:
+        for tell in tells:
+            tell(what)
 
     # Opening
 
@@ -107,8 +111,7 @@ class Session(Surroundings):
             states = [weakref.ref(one) for amp in amps if changes_state for one in amp.masters.optimizers]
             call.undo.callback(fit_states, states)
             opening = Opening(request, call, amps, undo)
-            for tell in self.events.call_opens:
-                tell(opening)
+            self._publish(self.events.call_opens, opening)  # to who sees batches, before they are cast
             caster = ModelCaster(request.models, policy, kept, values, self.shared, call.undo)
             caster.open(request.float8_layers, members.float8)
             members.add_modules(parts, caster.by_module, caster.float8)
@@ -118,8 +121,7 @@ class Session(Surroundings):
                 self._patch_torch(request, patching)
             self.calls.append(call)
             undo.callback(self.calls.remove, call)
-            for tell in self.events.call_is_set_up:
-                tell(opening)
+            self._publish(self.events.call_is_set_up, opening)
             self._undo.push(undo.pop_all())
             self._patching.push(patching.pop_all())
         # Nothing raises from here on: what follows cannot be undone exactly.
@@ -129,8 +131,7 @@ class Session(Surroundings):
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
-        for tell in self.events.call_opened:
-            tell(opening)
+        self._publish(self.events.call_opened, opening)
 
     def _open_log(self, request: Request, undo: ExitStack) -> None:
         """Filters the log, from now on: it is silent while all calls are."""
@@ -196,8 +197,7 @@ class Session(Surroundings):
                 f"pass it to initialize first"
             )
         if optimizer is not amp.optimizer and amp.call.policy.half is not None:
-            for tell in self.events.wrapper_is_used:
-                tell(optimizer)
+            self._publish(self.events.wrapper_is_used, optimizer)
         return amp
 
     def settle(self, optimizer: object) -> None:
