@@ -1,8 +1,9 @@
-"""How much Python a step runs: calls of ampatch's functions, by level. `python tests/test_step_calls.py` shows them.
+"""How much Python a step runs: calls of ampatch's functions, by level.
 
-A block of `scale_loss` and `optimizer.step()`, of two Linear layers with SGD, in the fourth iteration.
+`python tests/test_step_calls.py` shows them. A block of `scale_loss` and `optimizer.step()`, of two Linear layers with SGD, in the fourth iteration.
 """
 
+import itertools
 import os
 import sys
 
@@ -57,5 +58,5 @@ if __name__ == "__main__":
         calls = list_calls(level)
         amp.uninitialize()
         files = [file for file, _ in calls]
-        changes = sum(one != other for one, other in zip(files, files[1:], strict=False))
+        changes = sum(one != other for one, other in itertools.pairwise(files))
         print(f"{level}: {len(calls)} calls, {len(set(files))} files, {changes} changes of file")
