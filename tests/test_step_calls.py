@@ -1,6 +1,7 @@
 """How much Python a step runs: calls of ampatch's functions, by level.
 
-`python tests/test_step_calls.py` shows them. A block of `scale_loss` and `optimizer.step()`, of two Linear layers with SGD, in the fourth iteration.
+`python tests/test_step_calls.py` shows them. A step is a block of `scale_loss` and `optimizer.step()`, of two
+Linear layers with SGD, in the fourth iteration.
 """
 
 import itertools
