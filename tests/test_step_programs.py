@@ -58,11 +58,13 @@ class Scale:
 class ByHand:
     """What a loss scale and an overflow do, on float32 parameters with float32 gradients.
 
-    `delayed` says of each model by which scale, at which of its updates, its gradients are still multiplied.
+    `delayed` says of each model by which scale, at which of its updates, its gradients are still multiplied,
+    and `doubts` the scale of a block that did not name its optimizer, and left it gradients.
     """
 
     def __init__(self, models, make, half, scales):
         self.half, self.scales, self.delayed = half, scales, [None] * len(models)
+        self.doubts = [None] * len(models)
         self.models = [
             [Parameter(param.detach().clone()) for param in model.parameters()] for model in models
         ]
@@ -111,6 +113,9 @@ class ByHand:
         for index in chain:
             if self.delayed[index] not in (None, now):
                 self.settle(index)
+        for index in chain:
+            if all(param.grad is None for param in self.models[index]):
+                self.doubts[index] = None
         return self.set_aside(chain)
 
     def delay(self, chain, now, aside):
@@ -124,6 +129,14 @@ class ByHand:
                     clean = torch.zeros_like(earlier) if self.overflowed[index] else earlier * now[2]
                     earlier = earlier if is_scaled else clean
                     param.grad = earlier if param.grad is None else earlier + param.grad
+
+    def end_unnamed(self, index, now, aside):
+        """Unscales what a block has made that does not name the optimizer; an overflow counts at its step."""
+        if any(param.grad is not None for param in self.models[index]):
+            self.doubts[index] = now[0]
+        for param in self.models[index]:
+            param.grad = None if param.grad is None else param.grad / now[2]
+        self.put_back([index], aside)
 
     def end(self, chain, now, aside):
         waits = [index for index in chain if self.delayed[index] is not None]
@@ -155,6 +168,12 @@ class ByHand:
     def step(self, index):
         if self.delayed[index] is not None:
             self.settle(index)
+        scale, self.doubts[index] = self.doubts[index], None
+        if scale is not None:
+            grads = [param.grad for param in self.models[index] if param.grad is not None]
+            found_inf = not all(grad.isfinite().all() for grad in grads)
+            self.overflowed[index] |= found_inf and scale.is_dynamic
+            scale.update(found_inf, counts=False)
         was_skipped, self.overflowed[index] = self.overflowed[index], False
         if not was_skipped:
             self.optimizers[index].step()
@@ -242,17 +261,20 @@ class Program:
 
     # ---- Gradients ----
 
-    def do_block(self, *, raises=False, edits=False, delays=False):
+    def do_block(self, *, raises=False, edits=False, delays=False, names_one=False):
         chain, hand = self.pick_chain(), self.by_hand
+        unnamed = chain[1:] if names_one and not any(hand.delayed) and self.scale != 1.0 else []
         loss_id = self.dice.randrange(LOSSES) if self.dice.random() < 0.3 else 0
         now = hand.scales[loss_id].now
         is_plain = self.scale == 1.0  # then gradients accumulate where they are
         aside = [None] * len(hand.params(chain)) if is_plain else hand.begin(chain, now)
         options = {"loss_id": loss_id, "delay_unscale": delays}
-        losses = [(self.make_batch(), self.pick_factor()) for _ in range(self.dice.choice([1, 1, 2]))]
+        count = 1 if unnamed else self.dice.choice([1, 1, 2])
+        losses = [(self.make_batch(), self.pick_factor()) for _ in range(count)]
+        named = [index for index in chain if index not in unnamed]
         try:
             first = self.loss(chain, *losses[0])
-            with amp.scale_loss(first, [self.optimizers[index] for index in chain], **options) as scaled:
+            with amp.scale_loss(first, [self.optimizers[index] for index in named], **options) as scaled:
                 for at, (batch, factor) in enumerate(losses):
                     (self.loss(chain, batch, factor) * now[2] if at else scaled).backward()
                     hand.backward(chain, batch, factor, now[2])
@@ -265,7 +287,14 @@ class Program:
                 hand.set_aside(chain)
             hand.put_back(chain, aside)
         else:
-            (hand.delay if delays and not is_plain else hand.end)(chain, now, aside)
+            count = len(hand.params(named))
+            for index in unnamed:
+                hand.end_unnamed(index, now, aside[count:])
+            aside = aside[:count]
+            (hand.delay if delays and not is_plain else hand.end)(named, now, aside)
+
+    def do_block_that_names_one(self):
+        self.do_block(names_one=True)
 
     def do_block_that_raises(self):
         self.do_block(raises=True)
@@ -356,7 +385,8 @@ class Program:
             self.by_hand.optimizers[index].zero_grad()
         amp.uninitialize()
         self.level, hand = self.dice.choice(list(HALF)), self.by_hand
-        hand.half, hand.delayed, hand.overflowed = HALF[self.level], [None] * MODELS, [False] * MODELS
+        hand.half, hand.overflowed = HALF[self.level], [False] * MODELS
+        hand.delayed, hand.doubts = [None] * MODELS, [None] * MODELS
         number = 16.0 if self.scale == "dynamic" else self.scale
         hand.scales = [Scale(number, self.scale == "dynamic") for _ in range(LOSSES)]
         self.open()

@@ -177,37 +177,61 @@ def test_an_optimizer_that_a_block_does_not_name_steps_what_it_would_if_named(sc
     expected, said = train(script, names_both=True, level=level, **options)
     assert said == []
     found, said = train(script, names_both=False, level=level, **options)
-    adds_in_half = level != "O1" and script in (in_several_blocks, of_two_losses)  # else in masters
-    if adds_in_half:
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=2e-3)
-    else:
-        assert_same_bits(found, expected)
-    [text] = said
-    assert "a block of scale_loss that does not name it" in text
+    assert_same_bits(found, expected)
+    assert said == []
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_what_a_block_adds_to_gradients_that_are_there_stays_out_of_the_weights(level):
-    pair = Pair(False, level)
-    scaled_backward(pair.loss(-X), [pair.second, pair.first])
-    scaled_backward(pair.loss(), pair.named)
-    before = [param.detach().clone() for param in amp.master_params(pair.second)]
-    with pytest.warns(UserWarning, match="drops what was added to others"):
-        pair.second.step()
-    assert_same_bits(amp.master_params(pair.second), before)
+@pytest.mark.parametrize("order", ["named first", "named last", "plain between"])
+def test_what_a_block_adds_to_gradients_that_are_there_is_added_as_if_named(level, order):
+    def run(names_both):
+        pair = Pair(names_both, level, loss_scale=128.0)
+        if order != "named first":
+            scaled_backward(pair.loss(), pair.named)
+        if order == "plain between":
+            pair.loss(X / 2).backward()
+        scaled_backward(pair.loss(-X), [pair.second, pair.first])
+        if order == "named first":
+            scaled_backward(pair.loss(), pair.named)
+        grads = [param.grad.clone() for model in pair.models for param in model.parameters()]
+        pair.step()
+        bits = grads, [param.clone() for model in pair.models for param in model.parameters()]
+        amp.uninitialize()
+        return bits
+
+    for one, other in zip(run(names_both=False), run(names_both=True), strict=True):
+        assert_same_bits(one, other)
 
 
-def test_what_a_block_adds_to_gradients_that_are_there_is_not_clipped_into_the_weights():
-    pair = Pair(False, "O1")
-    scaled_backward(pair.loss(-X), [pair.second, pair.first])
-    scaled_backward(pair.loss(), pair.named)
-    before = snapshot(list(amp.master_params(pair.first)))
-    torch.nn.utils.clip_grad_norm_(amp.master_params(pair.second), 1.0)
-    kept = snapshot(list(pair.models[1].parameters()))
-    with pytest.warns(UserWarning, match="does not name it"):
-        pair.second.step()
-    assert snapshot(list(pair.models[1].parameters())) == kept
-    assert snapshot(list(amp.master_params(pair.first))) == before
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_plain_backward_in_the_block_adds_to_what_is_unscaled(level):
+    pair = Pair(False, level, loss_scale=128.0)
+    with amp.scale_loss(pair.loss(), pair.first) as scaled:
+        scaled.backward()
+        pair.models[1](torch.ones(2, 4)).float().sum().backward()
+    found = [param.grad.clone() for param in pair.models[1].parameters()]
+    pair.zero_grad()
+    scaled_backward(pair.loss(), [pair.first, pair.second])
+    pair.models[1](torch.ones(2, 4)).float().sum().backward()
+    expected = [param.grad for param in pair.models[1].parameters()]
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)  # BatchNorm has moved
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_inside_names_what_the_block_around_it_does_not(level):
+    def run(names_both):
+        pair = Pair(names_both, level, loss_scale=128.0)
+        with amp.scale_loss(pair.loss(), pair.first) as scaled:
+            scaled.backward()
+            if not names_both:
+                scaled_backward(pair.models[1](torch.ones(2, 4)).float().sum(), pair.second)
+        if names_both:
+            scaled_backward(pair.models[1](torch.ones(2, 4)).float().sum(), pair.second)
+        grads = [param.grad.clone() for model in pair.models for param in model.parameters()]
+        amp.uninitialize()
+        return grads
+
+    assert_same_bits(run(names_both=False), run(names_both=True))
 
 
 def test_a_parameter_of_two_unnamed_optimizers_is_unscaled_once():
@@ -240,8 +264,7 @@ def test_an_overflow_of_an_optimizer_that_is_not_named_skips_its_step_alone(leve
     pair.models[1][2].bias.register_hook(lambda grad: grad * float("inf"))
     before = pair.bits()
     scaled_backward(pair.loss(), pair.named)
-    with pytest.warns(UserWarning, match="does not name it"):
-        pair.step()
+    pair.step()
     after = pair.bits()
     assert (after[0] == before[0], after[1] == before[1]) == (False, True)
     assert amp.get_loss_scale() == 2.0**7
@@ -393,9 +416,9 @@ def test_a_second_backward_after_the_block_is_told_and_one_of_another_loss_is_no
     pair = Pair(True, "O1")
     with amp.scale_loss(pair.loss(), pair.named) as scaled:
         scaled.backward(retain_graph=True)
-    (scaled if is_late else X.clone().requires_grad_().square().sum()).backward()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        (scaled if is_late else X.clone().requires_grad_().square().sum()).backward()
         pair.step()
     assert ["had ended" in str(it.message) for it in caught] == [True] * is_late
 

@@ -1,11 +1,14 @@
-"""Backward passes: after each of them half weights and their masters hold the same gradients."""
+"""Backward passes: whose gradients they make, and by what these are scaled."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import get_ident
 from types import GetSetDescriptorType
+from typing import TypeGuard
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,10 +17,15 @@ from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import RUN_BACKWARD, TAKES_ANY_GRAD, graph_task, set_data
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 from ampatch.session.members import Members
+from ampatch.steps.block import LateLoss, ScaledLoss
+from ampatch.steps.events import Surroundings
 from ampatch.steps.masters.weight import Weight
+from ampatch.steps.scaler import Scale
+
+MANY = 8  # blocks that have ended, of which a backward may still begin at what they yielded
 
 
-class Backwards(SessionPatch):
+class MasterBackwards(SessionPatch):
     """Tells optimizers with masters when a backward begins and has ended; no hook of torch's does.
 
     `torch.autograd.backward` calls torch's engine by a name that is patched: whoever patches
@@ -69,3 +77,138 @@ class Backwards(SessionPatch):
                         amp.end_backward()
 
         return backward
+
+
+@dataclass(slots=True, eq=False)
+class PlainBackward:
+    """A backward whose gradients are not scaled, and the blocks of its thread that are open."""
+
+    is_whole: bool  # whether it begins at tensors, and no gradients are given, which may be scaled
+    blocks: Sequence[ScaledLoss]
+    notes: list = field(default_factory=list)  # of who hears of it
+
+
+class ScaledBackwards(SessionPatch):
+    """Knows what the gradients of a backward are scaled by, where a loss scale is no static 1.
+
+    What a backward begins at shows it: the scaled loss of a block itself, as a rule, or something that was
+    computed from it. No hook tells of it, so `torch.autograd.backward` is patched. Gradients that a block
+    makes for optimizers that it does not name are unscaled as those of the others, and one that begins at a
+    scaled loss after its block has ended is a block of its own.
+    """
+
+    def __init__(self, members: Members, around: Surroundings) -> None:
+        super().__init__()
+        self._members, self._around = members, around
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was seen."""
+        self.blocks: dict[int, ScaledLoss] = {}  # that are open, by id; the innermost is the last
+        self._ended: list[tuple[ref[Tensor], Scale, bool]] = []  # what they yielded, if it went backward
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces what gradients are made by."""
+        patcher.replace(torch.autograd, "backward", self._watch(torch.autograd.backward))
+
+    def begin_block(self, block: ScaledLoss) -> None:
+        """Notes that a block has begun whose loss is scaled."""
+        self.blocks[id(block)] = block
+
+    def end_block(self, block: ScaledLoss) -> None:
+        """Notes that it ends."""
+        if self.blocks.pop(id(block), None) is None:
+            return
+        alive = []
+        for one in self._ended:
+            if one[0]() is not None:
+                alive.append(one)
+        self._ended = [*alive[1 - MANY :], (ref(block.scaled), block.scale, block.went_backward)]
+
+    def list_open(self) -> list[ScaledLoss]:
+        """The open blocks of this thread."""
+        return [block for block in list(self.blocks.values()) if block.thread == get_ident()]
+
+    def _watch(self, run: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(run)
+        def backward(tensors: object, grad_tensors: object = None, *args: object, **kwargs: object) -> None:
+            blocks = list(self.blocks.values())  # at once: other threads may open some
+            if blocks and tensors is blocks[-1].scaled:
+                self._begin_scaled(blocks[-1:])
+                return run(tensors, grad_tensors, *args, **kwargs)
+            if graph_task() != -1:  # inside of another one
+                return run(tensors, grad_tensors, *args, **kwargs)
+            roots = [tensors] if isinstance(tensors, Tensor) else tensors
+            if scaled := self._find_scaled(roots):
+                self._begin_scaled(scaled)
+                return run(tensors, grad_tensors, *args, **kwargs)
+            if (scale := self._find_late(roots)) is not None:
+                for tell in self._around.events.late_backward_begins:
+                    tell(None)
+                with LateLoss(scale, self._around, self._members.optimizers(of_thread=get_ident())):
+                    return run(tensors, grad_tensors, *args, **kwargs)
+            plain = PlainBackward(grad_tensors is None and _are_tensors(roots), self.list_open())
+            for block in plain.blocks:
+                block.release_all()
+            for tell in self._around.events.plain_backward_begins:
+                tell(plain)
+            try:
+                return run(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                for tell in self._around.events.plain_backward_ended:
+                    tell(plain)
+
+        return backward
+
+    def _begin_scaled(self, blocks: Sequence[ScaledLoss]) -> None:
+        for block in blocks:
+            block.went_backward = True
+        block = blocks[-1]
+        if others := self._members.others(block.optimizers):
+            own = self._members.optimizers(of_thread=get_ident())
+            block.adopt([amp for amp in others if amp in own])
+
+    def _find_late(self, roots: object) -> Scale | None:
+        """The scale of a block that has ended, if a backward begins at what it yielded, or what came of that.
+
+        To look for it is to walk through a graph; what went backward in its block has none left, as a rule.
+        """
+        if not _are_tensors(roots):
+            return None
+        for find, scale, went_backward in reversed(self._ended):
+            scaled = find()
+            if scaled is None or scaled.grad_fn is None or scale.capture is not None:
+                continue
+            if any(root is scaled for root in roots) or (not went_backward and leads_to(roots, scaled)):
+                return scale
+        return None
+
+    def _find_scaled(self, roots: object) -> list[ScaledLoss]:
+        """The open blocks whose scaled losses a backward begins at, or at what came of them."""
+        found = self.list_open() if _are_tensors(roots) else []
+        return [block for block in found if leads_to(roots, block.scaled)]
+
+
+def _are_tensors(roots: object) -> TypeGuard[Sequence[Tensor]]:
+    return isinstance(roots, (list, tuple)) and all(isinstance(root, Tensor) for root in roots)
+
+
+def leads_to(roots: Sequence[Tensor], scaled: Tensor) -> bool:
+    """Whether any of these tensors was computed from the scaled loss.
+
+    Nodes of a graph are numbered as they are made, so those older than the scaled loss need no look.
+    """
+    target = scaled.grad_fn
+    if any(root is scaled for root in roots) or target is None:
+        return True
+    first = target._sequence_nr()
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is target:
+            return True
+        inner = {one for one, _ in node.next_functions if one is not None and one._sequence_nr() >= first}
+        waiting += inner - seen
+        seen |= inner
+    return False

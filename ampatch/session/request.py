@@ -22,6 +22,7 @@ from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.levels.private import steps_in_backward
 from ampatch.models.kept import Keep
 from ampatch.models.rounding import Effect
+from ampatch.session.backwards import PlainBackward
 from ampatch.steps.block import ScaledLoss
 from ampatch.steps.call import Call
 from ampatch.steps.events import Listener
@@ -107,7 +108,7 @@ class Opening:
     buffered: Mapping[int, str] = field(default_factory=dict)  # names of modules of buffers alone, by id
 
 
-SessionListener = Listener[Opening, ScaledLoss, AmpOptimizer]
+SessionListener = Listener[Opening, ScaledLoss, AmpOptimizer, PlainBackward]
 
 
 def parse_process_group(given: object) -> ProcessGroup | None:

@@ -25,10 +25,11 @@ from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
 from ampatch.session.announce import Announcer, LogFilter, say, warn_of_torch
 from ampatch.session.attachments import Attachments
-from ampatch.session.backwards import Backwards
+from ampatch.session.backwards import MasterBackwards, ScaledBackwards
 from ampatch.session.distributed import DistributedPatch
 from ampatch.session.members import Members
 from ampatch.session.request import Opening, Request, device_types, make_scalers, validate_optimizers
+from ampatch.steps.block import ScaledLoss
 from ampatch.steps.call import Call
 from ampatch.steps.events import Surroundings, Tells
 from ampatch.steps.masters.params import fit_states
@@ -53,9 +54,11 @@ class Session(Surroundings):
         self._features = TorchFeatures()
         self._captures = Captures()
         self._distributed = DistributedPatch(self.members)
-        self._backwards = Backwards(self.members, self.data_watch.watched)
+        self._master_backwards = MasterBackwards(self.members, self.data_watch.watched)
+        self.scaled_backwards = ScaledBackwards(self.members, self)
         # A block asks these two, each time: nothing stands between.
         self.capture, self.end_block = self._captures.current, self.casts.end_iteration
+        self.end_scaled_block = self.scaled_backwards.end_block
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
         self._log_filter = LogFilter()
@@ -159,7 +162,9 @@ class Session(Surroundings):
         if policy.has_half_weights or policy.patch_torch_functions:
             self.data_watch.open(undo)
         if policy.master_weights:
-            self._backwards.open(undo)
+            self._master_backwards.open(undo)
+        if policy.loss_scale != StaticLossScale(1.0):
+            self.scaled_backwards.open(undo)
         if policy.master_weights or policy.loss_scale != StaticLossScale(1.0):
             self._distributed.open(undo)
         self._script_models.open(undo)
@@ -171,8 +176,13 @@ class Session(Surroundings):
 
     # Running
 
-    def begin_scaled_block(self) -> None:
+    def begin_scaled_block(self, block: ScaledLoss) -> None:
         self._attachments.was_scaled = True
+        if not self.scaled_backwards.is_open:  # a scale of 1 was set to another one
+            with ExitStack() as undo:
+                self.scaled_backwards.open(undo)
+                self._undo.push(undo.pop_all())
+        self.scaled_backwards.begin_block(block)
 
     def begin_step(self, frame: FrameType) -> None:
         self.casts.thread.begin_step(frame)
@@ -251,7 +261,8 @@ class Session(Surroundings):
                 amp.block.end_early(by_step=False)
         stack = ExitStack()
         stack.callback(self._reset)
-        ours = self.data_watch, self._backwards, self._distributed, self._script_models, self._captures
+        backwards = self._master_backwards, self.scaled_backwards
+        ours = *backwards, self.data_watch, self._distributed, self._script_models, self._captures
         for patch in (self.torch_patch, self._features, *ours):
             stack.callback(patch.retry)
         stack.push(self._undo)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -47,17 +48,23 @@ class ScaledLoss(NotYetScaled):
     On the way out the gradients made inside are unscaled, checked and added to earlier ones, and
     the scale is updated; nothing of it waits for the device. A block that raises leaves the
     gradients as they were before it (see `AmpOptimizer.discard_grads` for the exception).
+
+    What a backward in it makes for optimizers that it does not name is unscaled as well, and an overflow of
+    theirs is looked for at their own steps: the loss of a generator leaves gradients at the discriminator.
     """
 
     loss: Tensor
     optimizers: Sequence[AmpOptimizer]
     scaler: LossScaler
     around: Surroundings
-    delay_unscale: bool
-    delay_overflow_check: bool
+    delay_unscale: bool = False
+    delay_overflow_check: bool = False
     scale: Scale | None = None
     scaled: Tensor | None = None
     is_over: bool = False
+    went_backward: bool = False  # whether the scaled loss was part of any backward
+    thread: int = field(default_factory=get_ident)
+    _others: list[AmpOptimizer] = field(default_factory=list)  # whose gradients it scales, unnamed
 
     def __enter__(self) -> Tensor:
         try:
@@ -66,7 +73,8 @@ class ScaledLoss(NotYetScaled):
             for optimizer in [one for one in self.optimizers if one.block is self]:
                 optimizer.block = None
                 optimizer.restore_grads()
-            self._close()
+            if self.scaled is not None:  # somebody was told of it
+                self._close()
             raise
 
     def _begin(self) -> Tensor:
@@ -87,7 +95,7 @@ class ScaledLoss(NotYetScaled):
         self.scaled = loss
         if not scale.is_identity:
             self.scaled = scale.scale(loss)
-            around.begin_scaled_block()
+            around.begin_scaled_block(self)
         for tell in around.events.block_begins:
             tell(self)
         return self.scaled
@@ -112,6 +120,36 @@ class ScaledLoss(NotYetScaled):
             optimizer.begin_block(scale, self)
         return scale
 
+    # Optimizers that the block does not name
+
+    def adopt(self, others: Iterable[AmpOptimizer]) -> None:
+        """Unscales their gradients at its end, too: a backward of the scaled loss is about to make some."""
+        for optimizer in others:
+            if optimizer.is_idle() and optimizer not in self.optimizers:
+                optimizer.begin_block(self.scale, self)
+                self._others.append(optimizer)
+
+    def release(self, optimizer: AmpOptimizer) -> bool:
+        """Unscales the gradients of one that it does not name; returns whether it was one of these."""
+        if optimizer not in self._others:
+            return False
+        self._validate_no_backward(
+            "an optimizer that the block does not name steps inside of its backward, where gradients are "
+            "still scaled: step after the block, and name the optimizer in scale_loss"
+        )
+        self._others.remove(optimizer)
+        optimizer.unscale_unnamed(self.scale, set())
+        optimizer.restore_grads()
+        optimizer.block = None
+        return True
+
+    def release_all(self) -> None:
+        """Does so for all of them: gradients that are not scaled are about to be added."""
+        for optimizer in list(self._others):
+            self.release(optimizer)
+
+    # The end
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._end()
@@ -119,9 +157,9 @@ class ScaledLoss(NotYetScaled):
             self._close(self._discard)
 
     def _discard(self) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in (*self.optimizers, *self._others):
             optimizer.discard_grads(self.scale)
-        for optimizer in self.optimizers:  # two of them may step one parameter
+        for optimizer in (*self.optimizers, *self._others):  # two of them may step one parameter
             optimizer.restore_grads()
 
     def end_early(self, *, by_step: bool = True) -> None:
@@ -130,18 +168,21 @@ class ScaledLoss(NotYetScaled):
         Raises AmpError inside of its backward, unless the scale is a static 1: gradients that
         are still to come would be scaled, and who steps then could not see an overflow of theirs.
         """
-        if not self.scale.is_identity and graph_task() != self._around:
-            place = "inside of backward, where gradients are still scaled"
-            raise AmpError(
-                f"scale_loss: an optimizer's step ran {place}: "
-                f"step after the block, or use loss_scale=1.0 (the default of O4 and O5)"
-                if by_step
-                else f"uninitialize() was called {place}: call it after the block of scale_loss"
-            )
+        place = "inside of backward, where gradients are still scaled"
+        self._validate_no_backward(
+            f"an optimizer's step ran {place}: "
+            f"step after the block, or use loss_scale=1.0 (the default of O4 and O5)"
+            if by_step
+            else f"uninitialize() was called {place}: call it after the block of scale_loss"
+        )
         if by_step:
             self._end()
         else:
             self._close(functools.partial(self._settle, agrees=False))
+
+    def _validate_no_backward(self, text: str) -> None:
+        if not self.scale.is_identity and graph_task() != self._around:
+            raise AmpError(f"scale_loss: {text}")
 
     def _end(self) -> None:
         """Unscales what the block made, once."""
@@ -155,55 +196,61 @@ class ScaledLoss(NotYetScaled):
         for tell in self.around.events.block_ended:
             tell(self)
 
-    def _settle(self, *, agrees: bool = True) -> None:
-        outcome, delays = None, self.delay_unscale
-        for optimizer in self.optimizers:
-            local = optimizer.local
-            delays = delays or ((local.coming or local.sharded) and local.are_coming())
-        if delays:
-            for optimizer in self.optimizers:
-                optimizer.delay(self.scale)
-            for optimizer in self.optimizers:
-                optimizer.restore_grads()
-        else:
-            outcome = self._unscale(agrees)
-        if self._capture is not None:
-            grads = list(map(CapturedGrads, self.optimizers))
-            delayed, update = self.scale if delays else None, not self.delay_overflow_check
-            self._capture.append(CapturedBlock(grads, outcome, self.scaler, delayed, update))
-
     def _close(self, settle: Callable[[], None] | None = None) -> None:
         self.is_over = True
         try:
             self.around.end_block()
             for tell in self.around.events.block_ends:
                 tell(self)
+            if not self.scale.is_identity:
+                self.around.end_scaled_block(self)
             if settle is not None and not self._is_plain:
                 settle()
         finally:  # from here on other threads may look at the gradients
-            for optimizer in self.optimizers:
+            for optimizer in (*self.optimizers, *self._others):
                 optimizer.block = None
 
-    def _unscale(self, agrees: bool) -> BackwardOutcome | None:
-        """Unscales the gradients; the scale follows where the ranks can agree on an overflow."""
-        was_delayed = False
+    def _settle(self, *, agrees: bool = True) -> None:
+        outcome, delays = None, self.delay_unscale
         for optimizer in self.optimizers:
-            was_delayed |= optimizer.phase is not Phase.UNSCALED
+            local = optimizer.local
+            delays = delays or ((local.coming or local.sharded) and local.are_coming())
+        # Gradients of parameters that two of the optimizers share.
+        done: set[int] | None = set() if len(self.optimizers) + len(self._others) > 1 else None
+        if delays:
+            for optimizer in self.optimizers:
+                optimizer.delay(self.scale, done)
+        else:
+            found_inf = self._unscale(done)
+        for optimizer in self._others:
+            optimizer.unscale_unnamed(self.scale, done)
+        for optimizer in (*self.optimizers, *self._others):
+            optimizer.restore_grads()
+        if not delays and self.scaler.is_dynamic:
+            outcome = self._finish(found_inf, agrees)
+        if self._capture is not None:
+            grads = list(map(CapturedGrads, self.optimizers))
+            delayed, update = self.scale if delays else None, not self.delay_overflow_check
+            self._capture.append(CapturedBlock(grads, outcome, self.scaler, delayed, update))
+
+    def _unscale(self, done: set[int] | None) -> Tensor | None:
+        """Unscales the gradients of the optimizers that the block names; returns their found_inf."""
+        self._was_delayed = False
+        for optimizer in self.optimizers:
+            self._was_delayed |= optimizer.phase is not Phase.UNSCALED
         looks = self.scaler.is_dynamic or not self.scale.is_identity
         found_inf = self.scaler.new_found_inf() if looks else None
-        # Gradients of parameters that two of the optimizers share.
-        done: set[int] | None = set() if len(self.optimizers) > 1 else None
         for optimizer in self.optimizers:
             optimizer.unscale(self.scale, found_inf, done)
-        for optimizer in self.optimizers:
-            optimizer.restore_grads()
-        if not self.scaler.is_dynamic:
-            return None
+        return found_inf
+
+    def _finish(self, found_inf: Tensor, agrees: bool) -> BackwardOutcome:
+        """Has the scale follow, where the ranks can agree on an overflow."""
         groups: dict[ProcessGroup, None] = {}
         if agrees and has_ranks():
             for optimizer in self.optimizers:
                 groups |= dict.fromkeys(optimizer.list_groups())
-        loss = None if was_delayed or type(self.loss) is not Tensor else self.loss.detach()
+        loss = None if self._was_delayed or type(self.loss) is not Tensor else self.loss.detach()
         if loss is not None and loss.dim():
             loss = loss.sum()
         update = agrees and not self.delay_overflow_check
@@ -211,3 +258,19 @@ class ScaledLoss(NotYetScaled):
         for optimizer in self.optimizers:
             optimizer.pending.append(outcome)
         return outcome
+
+
+class LateLoss(ScaledLoss):
+    """A block around a backward that begins at a scaled loss of which the block has ended; names nobody."""
+
+    def __init__(self, scale: Scale, around: Surroundings, thread_optimizers: Iterable[AmpOptimizer]) -> None:
+        super().__init__(torch.zeros(()), (), scale.scaler, around, scale=scale)
+        self._found = thread_optimizers
+
+    def __enter__(self) -> Tensor:
+        self._capture, self._is_plain, self._around = None, False, graph_task()
+        self.adopt(self._found)
+        return self.loss
+
+    def _finish(self, found_inf: Tensor, agrees: bool) -> BackwardOutcome | None:
+        """Leaves the scale to the steps of those that it does not name."""

@@ -10,9 +10,10 @@ Tells = tuple[Callable[[object], object], ...]
 Opening = TypeVar("Opening")
 Block = TypeVar("Block")
 Amp = TypeVar("Amp")
+Backward = TypeVar("Backward")
 
 
-class Listener(Generic[Opening, Block, Amp]):
+class Listener(Generic[Opening, Block, Amp, Backward]):
     """Hears what happens in a session; each method is an event, and one that stays as it is costs nothing.
 
     It says of which types are a call of `initialize` while it is set up, a block of `scale_loss`, and what
@@ -37,14 +38,20 @@ class Listener(Generic[Opening, Block, Amp]):
     def block_ended(self, block: Block) -> None:
         """A block has ended well."""
 
+    def plain_backward_begins(self, backward: Backward) -> None:
+        """A backward begins whose gradients are not scaled, in a session where some are."""
+
+    def plain_backward_ended(self, backward: Backward) -> None:
+        """It has ended, or raised."""
+
+    def late_backward_begins(self, _: None) -> None:
+        """A backward begins at a scaled loss, of which the block has ended."""
+
     def wrapper_is_used(self, wrapper: object) -> None:
         """A block names an optimizer of the session by a wrapper around it."""
 
     def step_begins(self, amp: Amp) -> None:
         """A step has been called, and nothing of it is done."""
-
-    def step_uses_unnamed(self, amp: Amp) -> None:
-        """A step is about to use gradients of blocks that do not name its optimizer."""
 
     def step_ended(self, amp: Amp) -> None:
         """A step was taken, or skipped."""
@@ -68,9 +75,11 @@ class Events:
     block_begins: Tells
     block_ends: Tells
     block_ended: Tells
+    plain_backward_begins: Tells
+    plain_backward_ended: Tells
+    late_backward_begins: Tells
     wrapper_is_used: Tells
     step_begins: Tells
-    step_uses_unnamed: Tells
     step_ended: Tells
     session_closes: Tells
     session_closed: Tells
@@ -116,8 +125,11 @@ class Surroundings:
         """Calls the closure of such a step."""
         return closure(*args, **kwargs)
 
-    def begin_scaled_block(self) -> None:
+    def begin_scaled_block(self, block: object) -> None:
         """A block begins whose gradients are multiplied by a scale."""
+
+    def end_scaled_block(self, block: object) -> None:
+        """Such a block ends."""
 
     def end_block(self) -> None:
         """A block ends."""

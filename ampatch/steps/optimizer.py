@@ -22,7 +22,6 @@ from ampatch.steps.captured import CapturedBlock, CapturedGrads, capture_step, e
 from ampatch.steps.events import Surroundings
 from ampatch.steps.grads.local import LocalGrads, scale_again
 from ampatch.steps.grads.plain import EarlierGrads, find_grads
-from ampatch.steps.grads.unnamed import UnnamedGrads
 from ampatch.steps.masters.grads import MasterGrads
 from ampatch.steps.masters.params import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
@@ -40,6 +39,9 @@ class Block(Protocol):
 
     def end_early(self, *, by_step: bool = True) -> None:
         """Ends it at a step inside it, or at `uninitialize`."""
+
+    def release(self, optimizer: AmpOptimizer) -> bool:
+        """Lets an optimizer go that it does not name; returns whether it was one of these."""
 
 
 class AmpOptimizer:
@@ -69,7 +71,7 @@ class AmpOptimizer:
         self.is_closed = False
         self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
-        self.unnamed = UnnamedGrads()
+        self._doubt: Scale | None = None  # of a block that did not name the optimizer, and left it gradients
         self.local, self.agreement = LocalGrads(), Agreement()
         self._earlier, self._skip = EarlierGrads(), SkipStep()
         self._captured: list | None = None  # the capture of a CUDA graph that the step is in
@@ -118,13 +120,20 @@ class AmpOptimizer:
             and not (local.coming or local.sharded)
         )
 
+    def is_idle(self) -> bool:
+        """Whether no block or step of the optimizer is open, and no scaled gradients wait for one."""
+        step = self._lock.step
+        is_free = self.block is None and self.phase is Phase.UNSCALED
+        return is_free and not (step is not None and is_running(step))
+
     def begin_block(self, scale: Scale, block: Block) -> None:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
 
         Raises AmpError inside another block of this optimizer, unless the scale is a static 1: their
         gradients would mix.
         """
-        if self.block is not None and not scale.is_identity:
+        is_inside = self.block is not None and not self.block.release(self)
+        if is_inside and not scale.is_identity:
             raise AmpError(
                 f"scale_loss: {type(self.optimizer).__name__} is inside another block of scale_loss already, "
                 f"and gradients of two scales would mix: end that block first, or add the losses"
@@ -153,7 +162,9 @@ class AmpOptimizer:
         gradients to float32 ones.
         """
         self._earlier.take(self.stepped_params())
-        if self._earlier.pairs and self.masters.pairs:
+        if not self._earlier.pairs:
+            self._doubt = None  # they were cleared
+        elif self.masters.pairs:
             self._grads.take_away()
 
     # A backward pass, of an optimizer with masters
@@ -177,8 +188,8 @@ class AmpOptimizer:
     # The end of a block: one of these four, then `restore_grads`
 
     @torch.no_grad()
-    def delay(self, scale: Scale) -> None:
-        """Leaves the gradients scaled until a later block, or the step, settles them."""
+    def delay(self, scale: Scale, done: set[int] | None = None) -> None:
+        """Leaves the gradients scaled until a later block, or the step; `done` receives their ids."""
         is_local = self.phase is Phase.LOCAL or self.local.are_coming()
         self.local.coming.clear()
         if not is_local:
@@ -187,9 +198,11 @@ class AmpOptimizer:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
             self._earlier.change(functools.partial(scale.scale_clean, outcomes=self.pending))
         self.phase, self.scale = Phase.LOCAL if is_local else Phase.DELAYED, scale
+        if done is not None:
+            done.update(id(param.grad) for param in self.stepped_params() if param.grad is not None)
 
-    def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> None:
-        """Unscales the new gradients; no host sync.
+    def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> bool:
+        """Unscales the new gradients, and returns whether there are any; no host sync.
 
         `found_inf` is needed unless the scale is a static 1; `done` are those that others unscaled, by id.
         """
@@ -200,12 +213,23 @@ class AmpOptimizer:
             self.phase, self.scale = Phase.UNSCALED, None
             self.restore_grads()  # scaled as well
         if scale.is_identity:
-            return
+            return False
         grads = find_grads(self.stepped_params())
         if done is not None:
             grads = [grad for grad in grads if id(grad) not in done]
             done.update(map(id, grads))
         scale.unscale_(grads, found_inf)
+        return bool(grads)
+
+    def unscale_unnamed(self, scale: Scale, done: set[int] | None) -> None:
+        """Unscales what a block has made that does not name the optimizer.
+
+        Most often nobody steps them: so the step looks for an overflow, in those that are there by then.
+        """
+        if (self.local.coming or self.local.sharded) and self.local.are_coming():
+            self.delay(scale)
+        elif self.unscale(scale, scale.scaler.new_found_inf(), done):
+            self._doubt = scale
 
     def discard_grads(self, scale: Scale) -> None:
         """Undoes a block that raised: drops its gradients.
@@ -233,42 +257,28 @@ class AmpOptimizer:
 
     # Between blocks and steps
 
-    def read_grads(self, *, is_backward: bool = False) -> None:
-        """Takes in those of plain backwards; unscales what waits for ranks, if no plain backward is next."""
+    def read_grads(self) -> None:
+        """Has both sides of masters agree, for who reads them; unscales what waits for ranks."""
         with self._lock as is_free:
-            if not is_free:
-                return
-            if self.phase is Phase.LOCAL:
-                if not is_backward:
-                    scale, self._found_inf = self.scale, self._unscale_held()
-                    self.phase, self.scale = Phase.READ, scale
-                return
-            self._grads.share()
-            if self.phase is Phase.UNNAMED:
-                self.settle() if is_backward else self.unnamed.unscale()
+            if is_free and self.phase is Phase.LOCAL:
+                scale, self._found_inf = self.scale, self._unscale_held()
+                self.phase, self.scale = Phase.READ, scale
+            elif is_free:
+                self._grads.share()
 
     def hold(self, scale: Scale | None) -> None:
         """Notes what the gradients are multiplied by until a later block, or the step, settles them."""
         self.phase, self.scale = Phase.UNSCALED if scale is None else Phase.DELAYED, scale
 
-    def settle(self, *, is_step: bool = False) -> None:
-        """Unscales what a block left scaled: with `delay_unscale`, or where it named others."""
+    def settle(self) -> None:
+        """Unscales what a block left scaled, with `delay_unscale` or on its rank."""
         phase, scale = self.phase, self.scale
         if phase is Phase.UNSCALED:
             return
-        if phase is Phase.UNNAMED:
-            if is_step:
-                for tell in self._events.step_uses_unnamed:
-                    tell(self)
-            scale = self.unnamed.scale
-            found_inf = self.unnamed.settle(is_step=is_step)
-        else:
-            found_inf = self._found_inf if phase is Phase.READ else self._unscale_held()
+        found_inf = self._found_inf if phase is Phase.READ else self._unscale_held()
         self.phase, self.scale, self._found_inf = Phase.UNSCALED, None, None
-        if found_inf is None:  # nothing is left of it
-            return
         outcome = self._finish(scale, found_inf)
-        if scale.capture is not None and phase is not Phase.UNNAMED:
+        if scale.capture is not None:
             scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
 
     def _unscale_held(self) -> Tensor:
@@ -278,6 +288,14 @@ class AmpOptimizer:
         self.unscale(scale, found_inf, None)
         self.restore_grads()
         return found_inf
+
+    def _look_again(self) -> None:
+        """Looks for an overflow in gradients to which a block has added that does not name the optimizer."""
+        scale, self._doubt = self._doubt, None
+        if scale.scaler.is_dynamic:
+            found_inf = scale.scaler.new_found_inf()
+            Scale(scale.scaler, 1.0).unscale_(find_grads(self.params()), found_inf)
+            self._finish(scale, found_inf)
 
     def _finish(self, scale: Scale, found_inf: Tensor) -> BackwardOutcome | None:
         if not scale.scaler.is_dynamic:
@@ -340,16 +358,16 @@ class AmpOptimizer:
         return result
 
     def _before_update(self, optimizer: Optimizer, *, evaluates: bool = False) -> None:
-        if self.block is not None:
-            self.block.end_early()  # the step is inside a block: its gradients are needed now
-        if not (evaluates and self.phase in (Phase.LOCAL, Phase.UNNAMED)):
-            # Else a closure has them averaged, or clears them.
-            if self.unnamed.runs_in is not None:
-                self.unnamed.check_step()
+        block = self.block
+        if block is not None and not block.release(self):
+            block.end_early()  # the step is inside a block: its gradients are needed now
+        if not (evaluates and self.phase is Phase.LOCAL):  # else a closure has them averaged
             if self.phase is not Phase.UNSCALED:
-                self.settle(is_step=True)
+                self.settle()
             if self.masters.pairs:
                 self._grads.share()
+        if self._doubt is not None and not evaluates:  # else a closure clears them
+            self._look_again()
         if self.pending:
             self.last_outcomes += self.pending
             self.pending = []

@@ -11,7 +11,6 @@ class Phase(enum.Enum):
     | phase    | a block begins        | a block ends | one delays | a plain backward | a reader | a step  |
     |----------|-----------------------|--------------|------------|------------------|----------|---------|
     | UNSCALED | earlier ones go aside | UNSCALED     | DELAYED    | adds             | reads    | uses    |
-    | UNNAMED  | UNSCALED              |              |            | UNSCALED         | unscaled | UNSCALED|
     | DELAYED  | UNSCALED, or adds     | UNSCALED     | DELAYED    | adds             | scaled   | UNSCALED|
     | LOCAL    | UNSCALED, or adds     | UNSCALED     | LOCAL      | adds             | READ     | UNSCALED|
     | READ     | LOCAL                 |              |            | adds             | reads    | UNSCALED|
@@ -22,8 +21,6 @@ class Phase(enum.Enum):
 
     UNSCALED = enum.auto()
     """True gradients, or none."""
-    UNNAMED = enum.auto()
-    """Some are scaled by a block that does not name the optimizer: who needs them unscales them."""
     DELAYED = enum.auto()
     """Scaled until a later block, or the step, unscales them (`delay_unscale`)."""
     LOCAL = enum.auto()

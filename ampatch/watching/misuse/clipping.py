@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.session.backwards import ScaledBackwards
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.watching.misuse.loss_scale import ScaleWatch, all_params
-from ampatch.watching.misuse.unnamed import UnnamedWatch
+from ampatch.watching.misuse.loss_scale import all_params
 from ampatch.watching.misuse.warner import Warner
 
 # Nobody means a limit below this, once the scale is taken off: it was given as if gradients were unscaled.
@@ -28,9 +28,9 @@ CLIPPED = (
 class ClipWatch(SessionPatch):
     """Watches what gradients are clipped by; private names of torch only where they exist."""
 
-    def __init__(self, warner: Warner, scale_watch: ScaleWatch, unnamed: UnnamedWatch) -> None:
+    def __init__(self, warner: Warner, backwards: ScaledBackwards) -> None:
         super().__init__()
-        self._warner, self._scale_watch, self._unnamed = warner, scale_watch, unnamed
+        self._warner, self._backwards = warner, backwards
         self.forget()
 
     def forget(self) -> None:
@@ -40,28 +40,17 @@ class ClipWatch(SessionPatch):
     def patch(self, patcher: Patcher) -> None:
         """Replaces what `clip_grad_norm_` and `clip_grad_value_` call, wherever a script has them from."""
         for name, watch in (
-            ("_get_total_norm", self._watch_total),
             ("_clip_grads_with_norm_", self._watch_norm),
             ("_group_tensors_by_device_and_dtype", self._watch_value),
         ):
             if hasattr(clip_grad, name):
                 patcher.replace(clip_grad, name, watch(getattr(clip_grad, name)))
 
-    def _watch_total(self, measure: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(measure)
-        def get_total_norm(tensors: Iterable[Tensor], *args: object, **kwargs: object) -> Tensor:
-            grads = tensors if isinstance(tensors, Tensor) else list(tensors)
-            if not torch.compiler.is_dynamo_compiling():
-                self._unnamed.show(grads)
-            return measure(grads, *args, **kwargs)
-
-        return get_total_norm
-
     def _watch_norm(self, clip: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(clip)
         def clip_norm(parameters: object, max_norm: float, *args: object, **kwargs: object) -> None:
             params = [parameters] if isinstance(parameters, Tensor) else parameters
-            if self._scale_watch.blocks:
+            if self._backwards.blocks:
                 self._check([param.grad for param in params if param.grad is not None], max_norm)
             clip(parameters, max_norm, *args, **kwargs)
 
@@ -70,11 +59,9 @@ class ClipWatch(SessionPatch):
     def _watch_value(self, group: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(group)
         def group_tensors(lists: list[list[Tensor]], *args: object, **kwargs: object) -> object:
-            caller = sys._getframe(1) if self._scale_watch.blocks else None
+            caller = sys._getframe(1) if self._backwards.blocks else None
             if caller is not None and caller.f_code.co_name == "clip_grad_value_":
                 self._check(lists[0], caller.f_locals["clip_value"])
-            if not torch.compiler.is_dynamo_compiling():
-                self._unnamed.show(lists[0])
             return group(lists, *args, **kwargs)
 
         return group_tensors
@@ -85,8 +72,7 @@ class ClipWatch(SessionPatch):
         if self._has_judged or is_capturing:
             return
         given = set(map(id, grads))
-        blocks = [one.block for one in self._scale_watch.list_blocks()]
-        known = [block for block in blocks if given & _ids_of_grads(block.optimizers)]
+        known = [block for block in self._backwards.list_open() if given & _ids_of_grads(block.optimizers)]
         if not known:
             return
         self._has_judged = True

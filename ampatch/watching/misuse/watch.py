@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ampatch.levels.loss_scale import StaticLossScale
+from ampatch.session.backwards import PlainBackward
 from ampatch.session.request import Opening, SessionListener
 from ampatch.session.session import Session
 from ampatch.steps.block import ScaledLoss
-from ampatch.steps.grads.unnamed import are_any
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.watching.misuse.averages import AverageWatch
 from ampatch.watching.misuse.buffers import check_rounded, watch_buffers
@@ -18,7 +18,6 @@ from ampatch.watching.misuse.grad_scaler import GradScalerWatch
 from ampatch.watching.misuse.half_weights import HalfWatch, check_halved
 from ampatch.watching.misuse.loss_scale import ScaleWatch
 from ampatch.watching.misuse.strangers import StrangerWatch
-from ampatch.watching.misuse.unnamed import UnnamedWatch
 from ampatch.watching.misuse.warner import Warner
 
 
@@ -29,20 +28,20 @@ class MisuseWatch(SessionListener):
         self._session, members = session, session.members
         self._halved = session.data_watch.halved  # float32 tensors that became half, by id
         self._warner = Warner()
-        self._unnamed = UnnamedWatch(self._warner, members)
-        self._scale = ScaleWatch(self._warner, members, session.scalers, self._unnamed)
-        self._clip = ClipWatch(self._warner, self._scale, self._unnamed)
+        self._backwards = session.scaled_backwards
+        self._scale = ScaleWatch(self._warner, members, session.scalers)
+        self._clip = ClipWatch(self._warner, self._backwards)
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
         self._averages = AverageWatch(self._warner, session.data_watch.views)
-        self._strangers = StrangerWatch(self._warner, members, self._half, self._unnamed)
+        self._strangers = StrangerWatch(self._warner, members, self._half)
 
     def session_closed(self, _: None) -> None:
         """Undoes what somebody else's patch kept from being undone, and lets everything be said again."""
-        for patch in (self._scale, self._clip, self._scaler, self._half):
+        for patch in (self._clip, self._scaler, self._half):
             patch.retry()
         self._warner.forget()
-        self._unnamed.forget()
+        self._scale.forget()
         self._averages.forget()
 
     def call_opens(self, opening: Opening) -> None:
@@ -57,7 +56,7 @@ class MisuseWatch(SessionListener):
             self._strangers.open(undo)
 
     def _open_scaled(self, undo: ExitStack) -> None:
-        for watch in (self._scale, self._clip, self._scaler, self._strangers):
+        for watch in (self._clip, self._scaler, self._strangers):
             watch.open(undo)
 
     def call_is_set_up(self, opening: Opening) -> None:
@@ -81,20 +80,36 @@ class MisuseWatch(SessionListener):
         """Notes that a block has begun, by which it may be known that a scale of 1 was set to another."""
         if block.scale.is_identity:
             return
-        if not self._scale.is_open:
+        if not self._clip.is_open:
             with ExitStack() as undo:
                 self._open_scaled(undo)
                 self._session.enter(undo.pop_all())
         self._scale.begin_block(block)
+        if self._strangers.strangers:
+            self._strangers.begin_block(block)
 
     def block_ends(self, block: ScaledLoss) -> None:
         """Notes that a block ends, before its gradients are unscaled."""
-        if self._scale.blocks:
+        if not block.scale.is_identity:
             self._scale.end_block(block)
+            if self._strangers.strangers:
+                self._strangers.end_block()
+
+    def plain_backward_begins(self, backward: PlainBackward) -> None:
+        """Notes who has gradients before it."""
+        self._scale.look_before(backward)
+
+    def plain_backward_ended(self, backward: PlainBackward) -> None:
+        """Notes who has others after it."""
+        self._scale.look_after(backward)
+
+    def late_backward_begins(self, _: None) -> None:
+        """Warns of a backward after its block, before it runs."""
+        self._scale.warn_of_late()
 
     def step_begins(self, amp: AmpOptimizer) -> None:
         """Warns of what a step must not use as it is; called before anything of it is done."""
-        if self._scale.is_open:
+        if self._backwards.is_open:
             self._scale.check_step(amp)
         if amp.local.are_alone and amp.pending:
             check_ranks(self._warner, amp)
@@ -102,8 +117,3 @@ class MisuseWatch(SessionListener):
             self._averages.check_step(copies)
         if self._halved:
             check_halved(self._warner, self._halved, amp)
-
-    def step_uses_unnamed(self, amp: AmpOptimizer) -> None:
-        """Warns of scaled gradients that a step is about to use; before anything of it is done."""
-        left = amp.unnamed.find()
-        self._unnamed.check(amp, are_any(left) if left else amp.unnamed.find_lost() or None)
