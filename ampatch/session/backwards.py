@@ -134,13 +134,16 @@ class ScaledBackwards(SessionPatch):
         def backward(tensors: object, grad_tensors: object = None, *args: object, **kwargs: object) -> None:
             blocks = list(self.blocks.values())  # at once: other threads may open some
             if blocks and tensors is blocks[-1].scaled:
-                self._begin_scaled(blocks[-1:])
+                blocks[-1].went_backward = True
+                self._adopt_others(blocks[-1])
                 return run(tensors, grad_tensors, *args, **kwargs)
             if graph_task() != -1:  # inside of another one
                 return run(tensors, grad_tensors, *args, **kwargs)
             roots = [tensors] if isinstance(tensors, Tensor) else tensors
             if scaled := self._find_scaled(roots):
-                self._begin_scaled(scaled)
+                for block in scaled:
+                    block.went_backward = True
+                self._adopt_others(scaled[-1])
                 return run(tensors, grad_tensors, *args, **kwargs)
             if (scale := self._find_late(roots)) is not None:
                 for tell in self._around.events.late_backward_begins:
@@ -160,13 +163,10 @@ class ScaledBackwards(SessionPatch):
 
         return backward
 
-    def _begin_scaled(self, blocks: Sequence[ScaledLoss]) -> None:
-        for block in blocks:
-            block.went_backward = True
-        block = blocks[-1]
-        if others := self._members.others(block.optimizers):
-            own = self._members.optimizers(of_thread=get_ident())
-            block.adopt([amp for amp in others if amp in own])
+    def _adopt_others(self, block: ScaledLoss) -> None:
+        """Has a block unscale what its loss is about to make for optimizers that it does not name."""
+        if self._members.count() > len(block.optimizers) and block.scale.capture is None:
+            block.adopt(self._members.optimizers(of_thread=get_ident()))
 
     def _find_late(self, roots: object) -> Scale | None:
         """The scale of a block that has ended, if a backward begins at what it yielded, or what came of that.

@@ -118,11 +118,9 @@ class Members:
         own = (of_thread,) if others_train else (None, of_thread)
         return [amp for amp in amps if amp.thread in own]
 
-    def others(self, named: Sequence[AmpOptimizer]) -> list[AmpOptimizer]:
-        """What is kept for all optimizers but these."""
-        if len(self._optimizers) <= len(named):  # as in most scripts
-            return []
-        return [amp for amp in self.optimizers() if amp not in named]
+    def count(self) -> int:
+        """How many optimizers there are, or names of them."""
+        return len(self._optimizers)
 
     def weights(self) -> Iterator[Weight]:
         """The half weights, with masters or without."""

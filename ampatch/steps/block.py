@@ -211,46 +211,39 @@ class ScaledLoss(NotYetScaled):
                 optimizer.block = None
 
     def _settle(self, *, agrees: bool = True) -> None:
-        outcome, delays = None, self.delay_unscale
+        scale, scaler = self.scale, self.scaler
+        outcome, was_delayed, delays = None, False, self.delay_unscale and not scale.is_identity
+        found_inf = scaler.new_found_inf() if scaler.is_dynamic or not scale.is_identity else None
         for optimizer in self.optimizers:
             local = optimizer.local
             delays = delays or ((local.coming or local.sharded) and local.are_coming())
+            was_delayed |= optimizer.phase is not Phase.UNSCALED
         # Gradients of parameters that two of the optimizers share.
         done: set[int] | None = set() if len(self.optimizers) + len(self._others) > 1 else None
-        if delays:
-            for optimizer in self.optimizers:
-                optimizer.delay(self.scale, done)
-        else:
-            found_inf = self._unscale(done)
+        for optimizer in self.optimizers:
+            if delays:
+                optimizer.delay(scale, done)
+            else:
+                optimizer.unscale(scale, found_inf, done)
         for optimizer in self._others:
-            optimizer.unscale_unnamed(self.scale, done)
+            optimizer.unscale_unnamed(scale, done)
         for optimizer in (*self.optimizers, *self._others):
-            optimizer.restore_grads()
-        if not delays and self.scaler.is_dynamic:
-            outcome = self._finish(found_inf, agrees)
+            if optimizer.earlier.pairs:
+                optimizer.restore_grads()
+        if scaler.is_dynamic and not delays:
+            outcome = self._finish(found_inf, agrees, knows_loss=not was_delayed)
         if self._capture is not None:
             grads = list(map(CapturedGrads, self.optimizers))
-            delayed, update = self.scale if delays else None, not self.delay_overflow_check
-            self._capture.append(CapturedBlock(grads, outcome, self.scaler, delayed, update))
+            delayed, update = scale if delays else None, not self.delay_overflow_check
+            self._capture.append(CapturedBlock(grads, outcome, scaler, delayed, update))
 
-    def _unscale(self, done: set[int] | None) -> Tensor | None:
-        """Unscales the gradients of the optimizers that the block names; returns their found_inf."""
-        self._was_delayed = False
-        for optimizer in self.optimizers:
-            self._was_delayed |= optimizer.phase is not Phase.UNSCALED
-        looks = self.scaler.is_dynamic or not self.scale.is_identity
-        found_inf = self.scaler.new_found_inf() if looks else None
-        for optimizer in self.optimizers:
-            optimizer.unscale(self.scale, found_inf, done)
-        return found_inf
-
-    def _finish(self, found_inf: Tensor, agrees: bool) -> BackwardOutcome:
+    def _finish(self, found_inf: Tensor, agrees: bool, knows_loss: bool) -> BackwardOutcome:
         """Has the scale follow, where the ranks can agree on an overflow."""
         groups: dict[ProcessGroup, None] = {}
         if agrees and has_ranks():
             for optimizer in self.optimizers:
                 groups |= dict.fromkeys(optimizer.list_groups())
-        loss = None if self._was_delayed or type(self.loss) is not Tensor else self.loss.detach()
+        loss = self.loss.detach() if knows_loss and type(self.loss) is Tensor else None
         if loss is not None and loss.dim():
             loss = loss.sum()
         update = agrees and not self.delay_overflow_check
@@ -272,5 +265,5 @@ class LateLoss(ScaledLoss):
         self.adopt(self._found)
         return self.loss
 
-    def _finish(self, found_inf: Tensor, agrees: bool) -> BackwardOutcome | None:
+    def _finish(self, *_: object, **__: object) -> BackwardOutcome | None:
         """Leaves the scale to the steps of those that it does not name."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from threading import get_ident
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,23 +25,13 @@ from ampatch.steps.grads.plain import EarlierGrads, find_grads
 from ampatch.steps.masters.grads import MasterGrads
 from ampatch.steps.masters.params import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.phase import Phase
+from ampatch.steps.phase import OpenBlock, Phase
 from ampatch.steps.ranks import Agreement
 from ampatch.steps.scaler import Scale
 from ampatch.steps.step import SkipStep, drop_after_overflow
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class Block(Protocol):
-    """What an optimizer knows of the block of `scale_loss` that is open."""
-
-    def end_early(self, *, by_step: bool = True) -> None:
-        """Ends it at a step inside it, or at `uninitialize`."""
-
-    def release(self, optimizer: AmpOptimizer) -> bool:
-        """Lets an optimizer go that it does not name; returns whether it was one of these."""
 
 
 class AmpOptimizer:
@@ -67,13 +57,13 @@ class AmpOptimizer:
         self.phase = Phase.UNSCALED
         self.scale: Scale | None = None  # by which gradients are multiplied that are DELAYED, LOCAL or READ
         self._found_inf: Tensor | None = None  # of those that are READ
-        self.block: Block | None = None  # that is open
+        self.block: OpenBlock | None = None  # that is open
         self.is_closed = False
         self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
         self._doubt: Scale | None = None  # of a block that did not name the optimizer, and left it gradients
         self.local, self.agreement = LocalGrads(), Agreement()
-        self._earlier, self._skip = EarlierGrads(), SkipStep()
+        self.earlier, self._skip = EarlierGrads(), SkipStep()
         self._captured: list | None = None  # the capture of a CUDA graph that the step is in
         self.capture: object = None  # that which the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
@@ -110,15 +100,10 @@ class AmpOptimizer:
 
     def is_plain(self) -> bool:
         """Whether a block at a static scale of 1 leaves the gradients where they come to be."""
-        local = self.local
-        return (
-            self.phase is Phase.UNSCALED
-            and self.block is None
-            and not self.masters.pairs
-            and not self.is_closed
-            and self.capture is None
-            and not (local.coming or local.sharded)
-        )
+        local, is_busy = self.local, self.block is not None or self.capture is not None or self.is_closed
+        if is_busy or self.masters.pairs or local.coming or local.sharded:
+            return False
+        return self.phase is Phase.UNSCALED
 
     def is_idle(self) -> bool:
         """Whether no block or step of the optimizer is open, and no scaled gradients wait for one."""
@@ -126,7 +111,7 @@ class AmpOptimizer:
         is_free = self.block is None and self.phase is Phase.UNSCALED
         return is_free and not (step is not None and is_running(step))
 
-    def begin_block(self, scale: Scale, block: Block) -> None:
+    def begin_block(self, scale: Scale, block: OpenBlock) -> None:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
 
         Raises AmpError inside another block of this optimizer, unless the scale is a static 1: their
@@ -161,8 +146,8 @@ class AmpOptimizer:
         Those are scaled by another scale, or DistributedDataParallel makes them: it refuses to add half
         gradients to float32 ones.
         """
-        self._earlier.take(self.stepped_params())
-        if not self._earlier.pairs:
+        self.earlier.take(self.stepped_params())
+        if not self.earlier.pairs:
             self._doubt = None  # they were cleared
         elif self.masters.pairs:
             self._grads.take_away()
@@ -173,7 +158,7 @@ class AmpOptimizer:
         """Has both sides of masters agree before gradients are added to theirs."""
         if self.phase is not Phase.LOCAL:
             self._grads.share(keeps_graphs=True)
-            if self.block is None and has_ranks() and not self._earlier.pairs:
+            if self.block is None and has_ranks() and not self.earlier.pairs:
                 self.set_aside()
 
     def end_backward(self) -> None:
@@ -196,7 +181,7 @@ class AmpOptimizer:
             self._grads.share()
         if self.scale is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
-            self._earlier.change(functools.partial(scale.scale_clean, outcomes=self.pending))
+            self.earlier.change(functools.partial(scale.scale_clean, outcomes=self.pending))
         self.phase, self.scale = Phase.LOCAL if is_local else Phase.DELAYED, scale
         if done is not None:
             done.update(id(param.grad) for param in self.stepped_params() if param.grad is not None)
@@ -238,7 +223,7 @@ class AmpOptimizer:
         scale of 1, and those that are not averaged over ranks yet.
         """
         self.local.coming.clear()
-        if self.phase is Phase.LOCAL or (self.phase is not Phase.DELAYED and scale.is_identity):
+        if self.phase is Phase.LOCAL or scale.is_identity:
             return
         for param in self.stepped_params():
             param.grad = None
@@ -246,12 +231,12 @@ class AmpOptimizer:
 
     def restore_grads(self) -> None:
         """Puts earlier gradients back, with the new ones added."""
-        if not self._earlier.pairs:
+        if not self.earlier.pairs:
             return
         shares = self.phase is not Phase.LOCAL and bool(self.masters.pairs)
         if shares:
             self._grads.share()
-        self._earlier.give_back()
+        self.earlier.give_back()
         if shares:
             self._grads.share()
 
@@ -308,7 +293,7 @@ class AmpOptimizer:
         return outcome
 
     def list_groups(self) -> Collection[ProcessGroup]:
-        """The process groups whose ranks must agree on an overflow of the optimizer's gradients."""
+        """The process groups whose ranks must agree on an overflow of the gradients."""
         return self.agreement.list_groups(self.params())
 
     def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:

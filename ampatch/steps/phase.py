@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Protocol
 
 
 class Phase(enum.Enum):
@@ -27,3 +28,13 @@ class Phase(enum.Enum):
     """Scaled, and not averaged over ranks yet: the backward that averages them adds to them in place."""
     READ = enum.auto()
     """LOCAL ones, unscaled for who reads them: the next block scales them again, and goes on."""
+
+
+class OpenBlock(Protocol):
+    """What an optimizer knows of a block of `scale_loss` that is open, beside its own phase."""
+
+    def end_early(self, *, by_step: bool = True) -> None:
+        """Ends it at a step inside it, or at `uninitialize`."""
+
+    def release(self, optimizer: object) -> bool:
+        """Lets an optimizer go that it does not name; returns whether it was one of these."""

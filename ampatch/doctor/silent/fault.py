@@ -30,7 +30,6 @@ WARNED = {
     "inside": ("unscaled_backward", "backward"),
     "outside": ("unscaled_backward", "backward"),
     "late": ("late_backward", "backward"),
-    "unnamed": ("unnamed_optimizer", "scale_loss"),
     "GradScaler": ("two_scalers", "step"),
     "ignored": ("ignored_edits", "step"),
     "halved": ("half_after_initialize", "half"),
