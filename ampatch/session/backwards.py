@@ -113,6 +113,7 @@ class ScaledBackwards(SessionPatch):
 
     def begin_block(self, block: ScaledLoss) -> None:
         """Notes that a block has begun whose loss is scaled."""
+        block.thread = get_ident()
         self.blocks[id(block)] = block
 
     def end_block(self, block: ScaledLoss) -> None:

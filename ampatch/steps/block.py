@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -63,7 +62,7 @@ class ScaledLoss(NotYetScaled):
     scaled: Tensor | None = None
     is_over: bool = False
     went_backward: bool = False  # whether the scaled loss was part of any backward
-    thread: int = field(default_factory=get_ident)
+    thread: int | None = None  # that is in the block, if its gradients are scaled
     _others: list[AmpOptimizer] = field(default_factory=list)  # whose gradients it scales, unnamed
 
     def __enter__(self) -> Tensor:
