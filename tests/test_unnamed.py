@@ -259,6 +259,27 @@ def test_an_unnamed_optimizer_that_steps_inside_of_the_backward_is_refused():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_optimizer_that_shares_parameters_steps_in_the_block_what_it_would_after_it(is_named, level):
+    def run(inside):
+        pair = Pair(True, level, loss_scale=128.0)
+        third = torch.optim.SGD(pair.models[0 if is_named else 1].parameters(), lr=0.1)
+        amp.initialize([], [third], opt_level=level, verbosity=0, loss_scale=128.0)
+        with amp.scale_loss(pair.loss(), pair.first) as scaled:
+            scaled.backward()
+            if inside:
+                third.step()
+        if not inside:
+            third.step()
+        pair.step()
+        weights = [param.detach().clone() for model in pair.models for param in model.parameters()]
+        amp.uninitialize()
+        return weights
+
+    assert_same_bits(run(inside=True), run(inside=False))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_of_an_optimizer_that_is_not_named_skips_its_step_alone(level):
     pair = Pair(False, level)
     pair.models[1][2].bias.register_hook(lambda grad: grad * float("inf"))

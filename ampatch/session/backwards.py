@@ -153,7 +153,7 @@ class ScaledBackwards(SessionPatch):
                     return run(tensors, grad_tensors, *args, **kwargs)
             plain = PlainBackward(grad_tensors is None and _are_tensors(roots), self.list_open())
             for block in plain.blocks:
-                block.release_all()
+                block.release()
             for tell in self._around.events.plain_backward_begins:
                 tell(plain)
             try:

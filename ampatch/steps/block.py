@@ -128,24 +128,29 @@ class ScaledLoss(NotYetScaled):
                 optimizer.begin_block(self.scale, self)
                 self._others.append(optimizer)
 
-    def release(self, optimizer: AmpOptimizer) -> bool:
-        """Unscales the gradients of one that it does not name; returns whether it was one of these."""
-        if optimizer not in self._others:
+    def release(self, optimizer: object = None) -> bool:
+        """Unscales those gradients now: before a step of the optimizer, or a backward that is not scaled.
+
+        Returns whether it is one that the block does not name.
+        """
+        others = self._others
+        if not others or (optimizer is not None and optimizer not in others):
             return False
         self._validate_no_backward(
             "an optimizer that the block does not name steps inside of its backward, where gradients are "
             "still scaled: step after the block, and name the optimizer in scale_loss"
         )
-        self._others.remove(optimizer)
-        optimizer.unscale_unnamed(self.scale, set())
-        optimizer.restore_grads()
-        optimizer.block = None
+        named = {id(param) for one in self.optimizers for param in one.stepped_params()}
+        if not named.isdisjoint(id(param) for one in others for param in one.stepped_params()):
+            self._end()  # they share gradients
+            return True
+        self._others, done = [], set()
+        for one in others:
+            one.unscale_unnamed(self.scale, done)
+        for one in others:
+            one.restore_grads()
+            one.block = None
         return True
-
-    def release_all(self) -> None:
-        """Does so for all of them: gradients that are not scaled are about to be added."""
-        for optimizer in list(self._others):
-            self.release(optimizer)
 
     # The end
 
@@ -192,7 +197,7 @@ class ScaledLoss(NotYetScaled):
         except BaseException:  # Ctrl-C, say: some gradients may still be scaled
             self._close(self._discard)
             raise
-        for tell in self.around.events.block_ended:
+        for tell in self.around.events.block_ended if self.scaled is not None else ():
             tell(self)
 
     def _close(self, settle: Callable[[], None] | None = None) -> None:

@@ -147,10 +147,10 @@ class AmpOptimizer:
         gradients to float32 ones.
         """
         self.earlier.take(self.stepped_params())
-        if not self.earlier.pairs:
-            self._doubt = None  # they were cleared
-        elif self.masters.pairs:
+        if self.earlier.pairs and self.masters.pairs:
             self._grads.take_away()
+        elif self._doubt is not None and not (self.earlier.pairs or has_ranks()):
+            self._doubt = None  # they were cleared; of ranks each has to look, or none
 
     # A backward pass, of an optimizer with masters
 
@@ -213,7 +213,7 @@ class AmpOptimizer:
         """
         if (self.local.coming or self.local.sharded) and self.local.are_coming():
             self.delay(scale)
-        elif self.unscale(scale, scale.scaler.new_found_inf(), done):
+        elif self.unscale(scale, scale.scaler.new_found_inf(), done) or has_ranks():
             self._doubt = scale
 
     def discard_grads(self, scale: Scale) -> None:

@@ -36,5 +36,5 @@ class OpenBlock(Protocol):
     def end_early(self, *, by_step: bool = True) -> None:
         """Ends it at a step inside it, or at `uninitialize`."""
 
-    def release(self, optimizer: object) -> bool:
-        """Lets an optimizer go that it does not name; returns whether it was one of these."""
+    def release(self, optimizer: object = None) -> bool:
+        """Lets optimizers go that it does not name; returns whether this was one of them."""
