@@ -660,7 +660,7 @@ def test_a_misuse_that_breaks_the_run_comes_before_what_broke(kind, step, leads)
     assert said[0].startswith("What breaks the run, maybe" if leads else f"Step {step}, forward")
 
 
-UNNAMED = """
+TWO_OPTIMIZERS = """
 first, second = [torch.optim.SGD(part.parameters(), lr=1e-6) for part in (model[0], model[2])]
 optimizers = [first, second]
 import ampatch as amp
@@ -676,16 +676,15 @@ for step in range(9):
 
 @pytest.mark.usefixtures("doctor_in_forks")
 @pytest.mark.process
-@pytest.mark.parametrize(("named", "advice"), [("first", ["name each optimizer"]), ("optimizers", [])])
-def test_two_optimizers_of_one_loss_are_to_be_named_and_their_scales_search_is_no_finding(
-    named, advice, tmp_path
+@pytest.mark.parametrize("named", ["first", "optimizers"])
+def test_the_scales_search_of_two_optimizers_is_no_finding_whether_the_block_names_both_or_one(
+    named, tmp_path
 ):
-    (tmp_path / "train.py").write_text(HEAD + UNNAMED.format(named=named))
+    (tmp_path / "train.py").write_text(HEAD + TWO_OPTIMIZERS.format(named=named))
     out = tmp_path / "report.json"
     assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 0
     report = json.loads(out.read_text())
-    assert report["findings"] == []
-    assert [remedy[:19] for fault in report["silent"] for remedy in fault["remedies"]] == advice
+    assert (report["findings"], report["silent"]) == ([], [])
 
 
 @pytest.mark.usefixtures("doctor_in_forks")
