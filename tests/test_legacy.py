@@ -134,11 +134,16 @@ SNIPPETS = {
         "canvas = FigureCanvasAgg(Figure((1, 1), 20))\ncanvas.draw()\n"
         "assert canvas.tostring_rgb() == bytes([255]) * 1200"
     ),
+    'prop_cycle.by_key()["color"]': (
+        "from matplotlib import pyplot\ncycle = pyplot.rcParams['axes.prop_cycle']\n"
+        "assert int(cycle.by_key()['color'][0][1:], 16) == 0x1F77B4"
+    ),
     "threading.Thread.isAlive": "import threading\nthreading.Thread().isAlive()",
     "torch.ifft": "import torch\ntorch.ifft(torch.ones(2, 2), 1)",
     "librosa.filters.mel(sr, n_fft)": "import librosa\nlibrosa.filters.mel(16000, 512)",
     "random.sample(set(...), k)": "import random\nids = set(range(9))\nrandom.sample(ids, 3)",
     "1 - mask": "import torch\nmask = torch.ones(3) > 2\nassert (1 - mask).sum() == 3",
+    "~x.byte()": "import torch\nx = torch.tensor([1, 0])\nassert (~x.byte()).tolist() == [0, 1]",
     "masked_fill(x.byte(), ...)": "import torch\nx = torch.ones(3)\nx.masked_fill((x > 0).byte(), 2)",
     "torch.load(...)": (
         "import io, torch\nfile = io.BytesIO()\ntorch.save(torch.nn.Linear(1, 1), file)\n"

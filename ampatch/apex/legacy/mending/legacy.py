@@ -21,6 +21,7 @@ from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
 from ampatch.apex.legacy.gone.functions import fft
 from ampatch.apex.legacy.mending.arguments import (
+    give_hex_colors,
     init_sampler,
     init_silently,
     init_with_floats,
@@ -96,6 +97,7 @@ WIDER = (
     ("random.Random", "sample", sample_any),
     *(("yaml", name, load_yaml) for name in ("load", "load_all")),
     *((place, name, take_positional) for place, names in LIBROSA.items() for name in names),
+    ("cycler.Cycler", "by_key", give_hex_colors),
     ("importlib.machinery.SourceFileLoader", "source_to_code", compile_mended),
 )
 
