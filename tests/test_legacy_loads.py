@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from ampatch.apex import normalization, optimizers, parallel
 from ampatch.apex.legacy.mending import trusted, unpickler
 from ampatch.apex.legacy.mending.legacy import legacy
 
@@ -136,12 +137,13 @@ def saved(value, **options):
     return file
 
 
-def with_pickle(data):
-    """Returns a checkpoint that holds a pickle."""
+def with_pickle(make, value=()):
+    """Returns a checkpoint whose pickle is what `make` returns for that of a value."""
     file = io.BytesIO()
-    with zipfile.ZipFile(saved({})) as old, zipfile.ZipFile(file, "w") as new:
+    with zipfile.ZipFile(saved(value)) as old, zipfile.ZipFile(file, "w") as new:
         for each in old.infolist():
-            new.writestr(each, data if each.filename.endswith("data.pkl") else old.read(each))
+            is_pickle = each.filename.endswith("data.pkl")
+            new.writestr(each, make(old.read(each)) if is_pickle else old.read(each))
     file.seek(0)
     return file
 
@@ -213,6 +215,32 @@ def test_a_whole_model_of_the_script_and_its_optimizer_are_loaded(zipped, models
     assert loaded["meter"].average == 3.0
 
 
+OF_APEX = {
+    "fused_layer_norm.FusedLayerNorm": lambda: normalization.FusedLayerNorm(2),
+    "sync_batchnorm.SyncBatchNorm": lambda: parallel.SyncBatchNorm(2),
+    "fused_adam.FusedAdam": lambda: optimizers.FusedAdam([torch.ones(1)]),
+    "LARC.LARC": lambda: parallel.LARC(torch.optim.SGD([torch.ones(1)], 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OF_APEX)
+@pytest.mark.parametrize("root", ["", "ampatch."], ids=["apex", "ampatch"])
+def test_modules_and_optimizers_of_apex_are_loaded_by_its_name_and_by_ours(name, root):
+    made = OF_APEX[name]()
+    file = with_pickle(lambda data: data.replace(b"campatch.apex.", f"c{root}apex.".encode()), made)
+    with legacy():
+        assert type(torch.load(file)) is type(made)
+
+
+@pytest.mark.parametrize("of", [torch.nn.functional, torch, torch.Tensor], ids=lambda of: of.__name__)
+def test_a_model_may_hold_the_activations_of_torch(of):
+    names = [name for name in trusted.ACTIVATIONS if hasattr(of, name)]
+    with legacy():
+        loaded = torch.load(saved({name: getattr(of, name) for name in names}))
+    assert len(names) >= 6
+    assert all(loaded[name] is getattr(of, name) or loaded[name] == getattr(of, name) for name in names)
+
+
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [
@@ -223,6 +251,10 @@ def test_a_whole_model_of_the_script_and_its_optimizer_are_loaded(zipped, models
         (lambda m: Call(m.Popen, ["true"]), "subprocess.Popen"),
         (lambda m: Call(eval, "1"), "builtins.eval"),
         (lambda m: Call(getattr, m.Net, "forward"), "builtins.getattr"),
+        (lambda m: Call(getattr, torch.Tensor.__base__, "__class__"), "builtins.getattr"),
+        (lambda m: Call(getattr, torch.tanh.__reduce__()[1][0], "from_file"), "'from_file'"),
+        (lambda m: torch.from_file, "'from_file'"),
+        (lambda m: torch.nn.functional.layer_norm, "torch.nn.functional.layer_norm"),
         (lambda m: Call(torch.storage._load_from_bytes, b""), "torch.storage._load_from_bytes"),
         (lambda m: m.Setter, "models_of_script.Setter with its __setstate__"),
         (lambda m: m.Deleter, "models_of_script.Deleter with its __del__"),
@@ -272,7 +304,7 @@ def test_what_is_more_than_data_is_refused_by_its_name_and_does_not_run(make, wa
 )
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_pickle_that_was_made_by_hand_reaches_nothing_more(data, wanted, models):
-    assert wanted in refused(lambda: torch.load(with_pickle(data)))
+    assert wanted in refused(lambda: torch.load(with_pickle(lambda _: data)))
     assert models.ran == []
     assert "this" not in sys.modules
 
