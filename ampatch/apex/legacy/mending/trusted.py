@@ -34,9 +34,10 @@ class Unknown:
     """Stands for what a pickle wants and does not get, so that all of that can be told at once."""
 
 
-ACTIVATIONS = frozenset(
-    "relu gelu silu elu celu selu glu relu6 leaky_relu prelu rrelu tanh tanhshrink sigmoid logsigmoid softplus"
-    " softsign mish hardtanh hardsigmoid hardswish softmax log_softmax".split()
+ACTIVATIONS = (
+    *("relu", "gelu", "silu", "elu", "celu", "selu", "glu", "relu6", "leaky_relu", "prelu", "rrelu", "mish"),
+    *("tanh", "tanhshrink", "sigmoid", "logsigmoid", "softplus", "softsign", "softmax", "log_softmax"),
+    *("hardtanh", "hardsigmoid", "hardswish"),
 )
 # What pickles name functions of torch after, as `getattr(place, "tanh")`.
 PLACES = (torch.tanh.__reduce__()[1][0], torch.Tensor.__base__)
