@@ -49,7 +49,7 @@ class Modules:
         return any(MAKES_BYTES.search(text) for text in texts)
 
     def _find(self, module: str) -> Iterator[Path]:
-        """Yields the files of a module; a script that imports from a package of its folder's name means it."""
+        """Yields the files of a module; a script that imports from its folder's name means it."""
         is_folder = module.partition(".")[0] == self._script.absolute().parent.name
         around = [self._script.absolute().parents[1]] if is_folder else []
         yield from find_files(module, [*self._folders, *around])

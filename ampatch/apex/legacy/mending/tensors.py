@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampatch.apex.legacy.finding import ROWS
 from ampatch.apex.legacy.mending.names import Notices
-from ampatch.apex.legacy.pattern_rows import CLAMP, INVERTED, PART
+from ampatch.apex.legacy.pattern_rows import CLAMP, INVERTED, MASK, PART
 
 # Which argument is a mask, and what a keyword calls it.
 MASKS = MappingProxyType(
@@ -94,7 +94,7 @@ class LegacyMode(TorchFunctionMode):
         mask = args[place] if place < len(args) else given.get(name)
         if not any(map(is_byte, parts_of(mask))):
             return args, given
-        self._notices.tell(ROWS["masked_fill(x.byte(), ...)"])
+        self._notices.tell(ROWS[MASK])
         masks = tuple(each.bool() if is_byte(each) else each for each in parts_of(mask))
         mask = masks if isinstance(mask, tuple) else masks[0]
         if place < len(args):
@@ -168,6 +168,17 @@ def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwar
     for view in views:
         setattr(view, PART, True)
     return views
+
+
+def take_byte_mask(
+    check: Callable, notices: Notices, /, mask: Tensor | None, *args: object, **kwargs: object
+) -> object:
+    """Has attention, and modules that have it, take masks of bytes."""
+    if is_byte(mask):
+        notices.tell(ROWS[MASK])
+        mask = mask.bool()
+    types = {torch.uint8: torch.bool}  # that of another mask, which is to be the same
+    return check(mask, *args, **{name: types.get(value, value) for name, value in kwargs.items()})
 
 
 def init_at_port(init: Callable, notices: Notices, /, *args: object, **kwargs: object) -> None:
