@@ -1,4 +1,4 @@
-"""Words for torch's errors in the forward of a half model: what in it is float32, and what has no half kernel."""
+"""Words for torch's errors in a half model's forward: what in it is float32, and what has no half kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TYPES_DIFFER = re.compile(r"same dtype|scalar type|dtypes match|type .* should 
 class ExplainMismatch:
     """Adds to torch's error that two types met what is float32 in the model; a forward hook that always runs.
 
-    To one that there is no half kernel it adds which module called what has none, and how it computes in float32.
+    To one that there is no half kernel it adds which module called what has none, and how to keep that one.
     The error stays what it is, and its text begins with torch's.
     """
 
@@ -52,8 +52,8 @@ class ExplainMismatch:
             keep = f"keep it in float32 by name or class, as in keep_fp32=[{names[caller]!r}]"
         level = "O1" if self.half is torch.float16 else "O4"
         return (
-            f"ampatch: {names[caller]!r} ({type(caller).__name__}) calls what has no kernel of {self.half} here: "
-            f"{keep}, or use {level}, which casts functions"
+            f"ampatch: {names[caller]!r} ({type(caller).__name__}) calls what has no kernel of {self.half} "
+            f"here: {keep}, or use {level}, which casts functions"
         )
 
     def _find_words(self, model: Module) -> Iterator[str]:
