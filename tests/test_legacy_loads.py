@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampatch.apex import normalization, optimizers, parallel
+from ampatch.apex import fp16_utils, normalization, optimizers, parallel
 from ampatch.apex.legacy.mending import trusted, unpickler
 from ampatch.apex.legacy.mending.legacy import legacy
 
@@ -213,6 +213,32 @@ def test_a_whole_model_of_the_script_and_its_optimizer_are_loaded(zipped, models
     assert loaded["model"].module.kind is models.Kind.B
     assert str(loaded["optimizer"].state_dict()) == str(optimizer.state_dict())
     assert loaded["meter"].average == 3.0
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["today", "before 1.6"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_what_the_scripts_of_docs_scripts_save_is_loaded(zipped, models):
+    net = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(2, 2)), models.Net())
+    net.act, net.norm = torch.tanh, normalization.FusedLayerNorm(2)
+    optimizer = torch.optim.Adam(net.parameters())
+    scaler = fp16_utils.DynamicLossScaler()
+    scaler.update_scale(overflow=True)
+    whole = {
+        "model": [net, torch.nn.CrossEntropyLoss()],  # waveglow, sha-rnn
+        "features": [models.Meter()],  # BERT-NER
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1).state_dict(),
+        "optimizer": {"loss_scaler": scaler, "fp32_from_fp16": [[torch.ones(2)]]},  # DALI, sparse_learning
+        "args": argparse.Namespace(device=torch.device("cpu"), lr=0.1),  # T2T-ViT, efficientdet
+        "metrics": collections.defaultdict(list, {"loss": [np.float64(0.5)]}),
+    }
+    with legacy():
+        loaded = torch.load(saved(whole, _use_new_zipfile_serialization=zipped))
+    x = torch.randn(3, 2)
+    assert torch.equal(loaded["model"][0](x), net(x))
+    assert loaded["model"][0].act(x).equal(x.tanh())
+    assert loaded["optimizer"]["loss_scaler"].loss_scale == scaler.loss_scale
+    for name in ("scheduler", "args", "metrics"):
+        assert loaded[name] == whole[name]
 
 
 OF_APEX = {
