@@ -270,6 +270,19 @@ def test_what_python_cannot_read_is_one_line_and_status_2(source, message, tmp_p
     assert "apex.amp  provided" in said.out
 
 
+def test_a_folder_without_init_that_its_own_script_names_as_a_package_is_followed(tmp_path, capsys):
+    (tmp_path / "rank").mkdir()
+    (tmp_path / "rank" / "main.py").write_text("from rank.td3 import TD3")
+    (tmp_path / "rank" / "td3.py").write_text("from apex import amp\namp.initialize(1)")
+    (tmp_path / "numpy").mkdir()  # beside the folder, as clones of other packages are
+    (tmp_path / "numpy" / "__init__.py").write_text("import apex.amp.nothing")
+    (tmp_path / "rank" / "other.py").write_text("import numpy")
+    main(["check", str(tmp_path / "rank" / "main.py")])
+    assert "apex.amp.initialize" in capsys.readouterr().out
+    main(["check", str(tmp_path / "rank" / "other.py")])
+    assert "apex" not in capsys.readouterr().out.replace("names of apex", "")
+
+
 @pytest.mark.parametrize(
     "text",
     [

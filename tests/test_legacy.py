@@ -134,11 +134,16 @@ SNIPPETS = {
         "canvas = FigureCanvasAgg(Figure((1, 1), 20))\ncanvas.draw()\n"
         "assert canvas.tostring_rgb() == bytes([255]) * 1200"
     ),
+    'prop_cycle.by_key()["color"]': (
+        "from matplotlib import pyplot\ncycle = pyplot.rcParams['axes.prop_cycle']\n"
+        "assert int(cycle.by_key()['color'][0][1:], 16) == 0x1F77B4"
+    ),
     "threading.Thread.isAlive": "import threading\nthreading.Thread().isAlive()",
     "torch.ifft": "import torch\ntorch.ifft(torch.ones(2, 2), 1)",
     "librosa.filters.mel(sr, n_fft)": "import librosa\nlibrosa.filters.mel(16000, 512)",
     "random.sample(set(...), k)": "import random\nids = set(range(9))\nrandom.sample(ids, 3)",
     "1 - mask": "import torch\nmask = torch.ones(3) > 2\nassert (1 - mask).sum() == 3",
+    "~x.byte()": "import torch\nx = torch.tensor([1, 0])\nassert (~x.byte()).tolist() == [0, 1]",
     "masked_fill(x.byte(), ...)": "import torch\nx = torch.ones(3)\nx.masked_fill((x > 0).byte(), 2)",
     "torch.load(...)": (
         "import io, torch\nfile = io.BytesIO()\ntorch.save(torch.nn.Linear(1, 1), file)\n"
@@ -295,6 +300,14 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
     assert status == (row.status == BREAKS)
 
 
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "project"])
+def test_what_a_package_of_another_environment_says_is_not_told_as_the_scripts(folder, caplog):
+    code = compile("import numpy\nnumpy.float", f"/home/me/.local/lib/{folder}/it.py", "exec")
+    with legacy():
+        exec(code)
+    assert bool(caplog.messages) == (folder == "project")
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -428,6 +441,46 @@ def test_masks_of_bytes_choose_what_is_set():
     assert (x.tolist(), rows.tolist()) == ([1, 5, 1], [[0, 1, 0], [1, 1, 1]])
     assert values.tolist() == [7, 0, 8]
     assert picture.tolist() == [0, 5, 0]
+
+
+def attend(x, pad, causal):
+    torch.manual_seed(0)
+    options = {"batch_first": True}
+    attention = torch.nn.MultiheadAttention(8, 2, **options)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, 0.0, **options)
+    encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    transformer = torch.nn.Transformer(8, 2, 1, 1, 8, 0.0, **options)
+    for _ in range(2):
+        yield attention(x, x, x, key_padding_mask=pad)[0]
+        yield attention(x, x, x, attn_mask=causal)[0]
+        yield attention(x, x, x, pad, attn_mask=causal)[0]
+        yield layer(x, src_key_padding_mask=pad)
+        yield encoder(x, causal, pad)
+        yield transformer(x, x, causal, causal, None, pad, pad, pad)
+        attention, layer, encoder, transformer = (
+            each.eval() for each in (attention, layer, encoder, transformer)
+        )
+
+
+@pytest.mark.parametrize("level", [None, "O4"])
+def test_attention_takes_masks_of_bytes(level):
+    x, pad = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
+    causal = torch.ones(3, 3).triu(1).bool()
+    with legacy(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if level:
+            amp.initialize(torch.nn.Linear(1, 1), opt_level=level, verbosity=0)
+        for ours, torchs in zip(attend(x, pad.byte(), causal.byte()), attend(x, pad, causal), strict=True):
+            assert torch.equal(ours, torchs)
+        amp.uninitialize()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_attention_is_scripted_as_ever():
+    attention, x = torch.nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
+    with legacy():
+        scripted = torch.jit.script(attention)
+    assert torch.equal(scripted(x, x, x)[0], attention(x, x, x)[0])
 
 
 BYTES = torch.tensor([1, 0, 1], dtype=torch.uint8)

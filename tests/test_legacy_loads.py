@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from ampatch.apex import fp16_utils, normalization, optimizers, parallel
 from ampatch.apex.legacy.mending import trusted, unpickler
 from ampatch.apex.legacy.mending.legacy import legacy
 
@@ -136,12 +137,13 @@ def saved(value, **options):
     return file
 
 
-def with_pickle(data):
-    """Returns a checkpoint that holds a pickle."""
+def with_pickle(make, value=()):
+    """Returns a checkpoint whose pickle is what `make` returns for that of a value."""
     file = io.BytesIO()
-    with zipfile.ZipFile(saved({})) as old, zipfile.ZipFile(file, "w") as new:
+    with zipfile.ZipFile(saved(value)) as old, zipfile.ZipFile(file, "w") as new:
         for each in old.infolist():
-            new.writestr(each, data if each.filename.endswith("data.pkl") else old.read(each))
+            is_pickle = each.filename.endswith("data.pkl")
+            new.writestr(each, make(old.read(each)) if is_pickle else old.read(each))
     file.seek(0)
     return file
 
@@ -213,6 +215,58 @@ def test_a_whole_model_of_the_script_and_its_optimizer_are_loaded(zipped, models
     assert loaded["meter"].average == 3.0
 
 
+@pytest.mark.parametrize("zipped", [True, False], ids=["today", "before 1.6"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_what_the_scripts_of_docs_scripts_save_is_loaded(zipped, models):
+    net = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(2, 2)), models.Net())
+    net.act, net.norm = torch.tanh, normalization.FusedLayerNorm(2)
+    optimizer = torch.optim.Adam(net.parameters())
+    scaler = fp16_utils.DynamicLossScaler()
+    scaler.update_scale(overflow=True)
+    whole = {
+        "model": [net, torch.nn.CrossEntropyLoss()],  # waveglow, sha-rnn
+        "features": [models.Meter()],  # BERT-NER
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1).state_dict(),
+        "optimizer": {"loss_scaler": scaler, "fp32_from_fp16": [[torch.ones(2)]]},  # DALI, sparse_learning
+        "args": argparse.Namespace(device=torch.device("cpu"), lr=0.1),  # T2T-ViT, efficientdet
+        "metrics": collections.defaultdict(list, {"loss": [np.float64(0.5)]}),
+    }
+    with legacy():
+        loaded = torch.load(saved(whole, _use_new_zipfile_serialization=zipped))
+    x = torch.randn(3, 2)
+    assert torch.equal(loaded["model"][0](x), net(x))
+    assert loaded["model"][0].act(x).equal(x.tanh())
+    assert loaded["optimizer"]["loss_scaler"].loss_scale == scaler.loss_scale
+    for name in ("scheduler", "args", "metrics"):
+        assert loaded[name] == whole[name]
+
+
+OF_APEX = {
+    "fused_layer_norm.FusedLayerNorm": lambda: normalization.FusedLayerNorm(2),
+    "sync_batchnorm.SyncBatchNorm": lambda: parallel.SyncBatchNorm(2),
+    "fused_adam.FusedAdam": lambda: optimizers.FusedAdam([torch.ones(1)]),
+    "LARC.LARC": lambda: parallel.LARC(torch.optim.SGD([torch.ones(1)], 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OF_APEX)
+@pytest.mark.parametrize("root", ["", "ampatch."], ids=["apex", "ampatch"])
+def test_modules_and_optimizers_of_apex_are_loaded_by_its_name_and_by_ours(name, root):
+    made = OF_APEX[name]()
+    file = with_pickle(lambda data: data.replace(b"campatch.apex.", f"c{root}apex.".encode()), made)
+    with legacy():
+        assert type(torch.load(file)) is type(made)
+
+
+@pytest.mark.parametrize("of", [torch.nn.functional, torch, torch.Tensor], ids=lambda of: of.__name__)
+def test_a_model_may_hold_the_activations_of_torch(of):
+    names = [name for name in trusted.ACTIVATIONS if hasattr(of, name)]
+    with legacy():
+        loaded = torch.load(saved({name: getattr(of, name) for name in names}))
+    assert len(names) >= 6
+    assert all(loaded[name] is getattr(of, name) or loaded[name] == getattr(of, name) for name in names)
+
+
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [
@@ -223,6 +277,10 @@ def test_a_whole_model_of_the_script_and_its_optimizer_are_loaded(zipped, models
         (lambda m: Call(m.Popen, ["true"]), "subprocess.Popen"),
         (lambda m: Call(eval, "1"), "builtins.eval"),
         (lambda m: Call(getattr, m.Net, "forward"), "builtins.getattr"),
+        (lambda m: Call(getattr, torch.Tensor.__base__, "__class__"), "builtins.getattr"),
+        (lambda m: Call(getattr, torch.tanh.__reduce__()[1][0], "from_file"), "'from_file'"),
+        (lambda m: torch.from_file, "'from_file'"),
+        (lambda m: torch.nn.functional.layer_norm, "torch.nn.functional.layer_norm"),
         (lambda m: Call(torch.storage._load_from_bytes, b""), "torch.storage._load_from_bytes"),
         (lambda m: m.Setter, "models_of_script.Setter with its __setstate__"),
         (lambda m: m.Deleter, "models_of_script.Deleter with its __del__"),
@@ -272,7 +330,7 @@ def test_what_is_more_than_data_is_refused_by_its_name_and_does_not_run(make, wa
 )
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_pickle_that_was_made_by_hand_reaches_nothing_more(data, wanted, models):
-    assert wanted in refused(lambda: torch.load(with_pickle(data)))
+    assert wanted in refused(lambda: torch.load(with_pickle(lambda _: data)))
     assert models.ran == []
     assert "this" not in sys.modules
 

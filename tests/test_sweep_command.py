@@ -281,6 +281,7 @@ def test_two_sweeps_at_a_time_do_not_share_a_folder(folder, runs, monkeypatch, c
     assert rows == ["O0", "O1"]
     said = "ampatch sweep: --out 'ampatch-sweep': another sweep writes there: expected a folder of its own"
     assert said in capsys.readouterr().err
+    assert said.partition("': ")[2] in (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
     assert sweep_into("ampatch-sweep", "O4") == 0
 
 

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -250,6 +251,47 @@ def test_channels_last_is_kept_by_casts_of_weights_inputs_and_masters(when, leve
         assert is_last(model.state_dict()["0.weight"])
         amp.uninitialize()
         assert is_last(model[0].weight)
+
+
+# ---- What has no half kernel on a CPU ----
+
+
+class Transform(nn.Module):
+    """Has no parameters: a half model around it gives it half tensors."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x.reshape(1, 1, 2, 2, 2)).real.reshape(1, 8)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("call", [torch.fft.fft, torch.fft.ifft2, lambda x: F.avg_pool3d(x, 1)])
+def test_an_error_that_there_is_no_half_kernel_says_which_module_to_keep(call, level):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Transform(call))), torch.randn(1, 8)
+    expected = model(x)
+    open_session(model, opt_level=level)
+    other = "O4" if level == "O5" else "O1"
+    with pytest.raises(RuntimeError, match=rf"ampatch: '1.0' \(Transform\) .*, or use {other}") as error:
+        model(x)
+    assert "keep_fp32=['1.0']" in str(error.value)
+    assert str(error.value).count("ampatch:") == 1
+    amp.uninitialize()
+    open_session(model, opt_level=level, keep_fp32=["1.0"])
+    torch.testing.assert_close(model(x).float(), expected, atol=0.05, rtol=0.05)  # of half weights
+
+
+def test_what_the_model_itself_calls_is_cast_there_or_by_another_level():
+    class Net(nn.Linear):
+        def forward(self, x):
+            return torch.fft.fft(super().forward(x))
+
+    model = Net(4, 4)
+    open_session(model, opt_level="O5")
+    with pytest.raises(RuntimeError, match=r"ampatch: '' \(Net\) .*: cast to float32 there, or use O4"):
+        model(torch.ones(1, 4))
 
 
 # ---- Containers that hold themselves ----

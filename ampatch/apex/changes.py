@@ -77,6 +77,12 @@ def wrap(function: Callable, replacement: Callable, *given: object) -> Callable:
     return wrapped
 
 
+def is_library(file: str) -> bool:
+    """Whether a file is Python's or an installed package's, of this environment or of one below it."""
+    is_installed = f"site-packages{os.sep}" in file or f"dist-packages{os.sep}" in file
+    return is_installed or file.startswith(LIBRARIES)
+
+
 def script_frame() -> FrameType | None:
     """Returns the frame of the line that called torch or us."""
     frame = sys._getframe(1)

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from ampatch.apex.changes import LIBRARIES
+from ampatch.apex.changes import is_library
 
 CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.6", 90500, (2, 21, 5)
 
@@ -29,8 +29,8 @@ class Version(ModuleType):
     @property
     def cuda(self) -> str | None:
         """The version of CUDA, which scripts parse; libraries, which compare it, get the truth."""
-        is_library = sys._getframe(1).f_code.co_filename.startswith(LIBRARIES)
-        return vars(self)["cuda"] if is_library else CUDA_VERSION
+        is_of_library = is_library(sys._getframe(1).f_code.co_filename)
+        return vars(self)["cuda"] if is_of_library else CUDA_VERSION
 
 
 class Chosen:

@@ -79,8 +79,13 @@ _OPS = "ops of torch.library are cast inside, and may return other types than th
 _ORDER = "from the second step on, gradients of cast weights come after the whole backward pass"
 _OVERRIDES = "what overrides methods of Tensor is handed wrappers, and tables of libraries do not find them"
 _LOADS = "ampatch run --legacy loads no checkpoints that torch.load refuses"
+_MASKS = "ampatch run --legacy does not have attention take masks of bytes"
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for optimizers with masters"
 
+MASK_CHECKS = (
+    Private("nn.functional._canonical_mask", _MASKS),
+    Private("nn.modules.transformer._detect_is_causal_mask", _MASKS),
+)
 OPS = Private("_ops.OpOverload", _OPS), Private("_ops.OpOverloadPacket", _OPS)
 BACKWARDS = Private("_library.custom_ops.CustomOpDef", _OPS), Private("_library.autograd.Info", _OPS)
 FUNCTIONS_IN_SCRIPTS = (  # by which TorchScript gets to know a function
@@ -125,6 +130,7 @@ EAGER = (
     ADDED := Private("_weights_only_unpickler._get_user_allowed_globals", _LOADS),
     *OPS,
     *BACKWARDS,
+    *MASK_CHECKS,
 )
 
 DYNAMO = (

@@ -35,7 +35,7 @@ class Modules:
             if path.resolve() not in seen:
                 seen.add(path.resolve())
                 yield path
-                waiting += imported_files(path, self._folders)
+                waiting += imported_files(path, self._find)
 
     def names(self, path: Path, tree: ast.Module) -> Names:
         """Returns what names stand for in a file."""
@@ -48,10 +48,17 @@ class Modules:
         texts = (path.read_bytes() for path in self.follow() if path.is_file())
         return any(MAKES_BYTES.search(text) for text in texts)
 
+    def _find(self, module: str) -> Iterator[Path]:
+        """Yields the files of a module; a script that imports from its folder's name means it."""
+        is_folder = module.partition(".")[0] == self._script.absolute().parent.name
+        around = [self._script.absolute().parents[1]] if is_folder else []
+        yield from find_files(module, [*self._folders, *around])
+
     def _bring(self, path: Path, module: str, level: int) -> Mapping[str, str]:
         if level == 0 and is_of(module, self._roots):
             return {name: f"{module}.{name}" for name in self._star_names(module)}
-        files = [*find_files(module, above(path, level) or self._folders)]
+        begin = above(path, level)
+        files = [*(find_files(module, begin) if begin else self._find(module))]
         return self._export(files[-1]) if files else {}
 
     def _export(self, path: Path) -> Mapping[str, str]:
@@ -83,8 +90,8 @@ def above(path: Path, level: int) -> Sequence[Path]:
     return whole.parents[level - 1 : level] if level else ()
 
 
-def imported_files(path: Path, roots: Iterable[Path]) -> Iterator[Path]:
-    """Yields the files below these folders that the imports of a file run; apex is none of them."""
+def imported_files(path: Path, find: Callable[[str], Iterable[Path]]) -> Iterator[Path]:
+    """Yields the files that the imports of a file run, as `find` finds them; apex is none of them."""
     with suppress(OSError, SyntaxError, ValueError):  # of which check_file says more
         tree, _ = parse(path.read_bytes(), str(path))
         for node in ast.walk(tree):
@@ -99,8 +106,10 @@ def imported_files(path: Path, roots: Iterable[Path]) -> Iterator[Path]:
                 case _:
                     continue
             for name in names:
-                if begin or not is_of(name, ROOTS):
-                    yield from find_files(name, begin or roots)
+                if begin:
+                    yield from find_files(name, begin)
+                elif not is_of(name, ROOTS):
+                    yield from find(name)
 
 
 def find_files(module: str, folders: Iterable[Path]) -> Iterator[Path]:

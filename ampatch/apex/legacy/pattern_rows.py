@@ -11,6 +11,8 @@ LOAD, NUMPY_LOAD = "torch.load(...)", "numpy.load(...)"
 ASYNC = "async="
 PART = "q *= n of x.chunk(k)"
 MASK = "masked_fill(x.byte(), ...)"
+INVERTED = "~x.byte()"
+COLORS = 'prop_cycle.by_key()["color"]'
 CLAMP = "ids.clamp_(0, size)"
 mended = functools.partial(Old, mends=True)
 PATTERNS = (
@@ -22,6 +24,7 @@ PATTERNS = (
         "1 - mask", "torch 1.2", "~mask, if it is a tensor", None, MAY_BREAK, error="with a bool tensor is"
     ),
     mended("-mask", "torch 1.2", "~mask, if it is a tensor", None, MAY_BREAK, error="on a bool tensor is"),
+    mended(INVERTED, "torch 1.2", "~x.bool(), as ~1 of bytes is 254, which masks as well", None, MAY_BREAK),
     mended(MASK, "torch 2.1", "x.bool()", None, MAY_BREAK, error="supports boolean masks"),
     mended(
         CLAMP,
@@ -61,6 +64,13 @@ PATTERNS = (
         "librosa.filters.mel(sr, n_fft)",
         "librosa 0.10",
         "names for all but the first argument: sr=sr, n_fft=n_fft",
+    ),
+    mended(
+        COLORS,
+        "matplotlib 3.11",
+        "matplotlib.colors.to_hex(color)",
+        status=MAY_BREAK,
+        error="int() can't convert non-string with explicit base",
     ),
     mended("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()"),
     mended("Sampler.__init__(data)", "torch 2.10", "super().__init__()"),

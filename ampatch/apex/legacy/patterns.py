@@ -16,7 +16,17 @@ from torch.torch_version import TorchVersion
 from ampatch.apex.checking.uses import Names
 from ampatch.apex.legacy.made import is_integral, is_perhaps_bytes
 from ampatch.apex.legacy.name_rows import CANVAS, LINALG, NAMES
-from ampatch.apex.legacy.pattern_rows import CLAMP, COPY, LOAD, MASK, NUMPY_LOAD, PART, RAGGED
+from ampatch.apex.legacy.pattern_rows import (
+    CLAMP,
+    COLORS,
+    COPY,
+    INVERTED,
+    LOAD,
+    MASK,
+    NUMPY_LOAD,
+    PART,
+    RAGGED,
+)
 
 # What was a method of tensors as well, and of nothing else.
 METHODS = (
@@ -86,10 +96,14 @@ def patterns(node: ast.AST, names: Names) -> Iterator[str]:
             yield from calls(node, names)
         case ast.Subscript(ast.Attribute(of, "data"), ast.Constant(0)) if NUMBER.search(last_name(of)):
             yield "loss.data[0]"
+        case ast.Subscript(ast.Call(ast.Attribute(attr="by_key")), ast.Constant("color")):
+            yield COLORS
         case ast.BinOp(ast.Constant(1), ast.Sub(), right) if is_mask(right, names):
             yield "1 - mask"
         case ast.UnaryOp(ast.USub(), operand) if is_mask(operand, names):
             yield "-mask"
+        case ast.UnaryOp(ast.Invert(), operand) if is_perhaps_bytes(operand, names):
+            yield INVERTED
         case ast.BinOp(left, ast.Div()) if INDEX.search(last_name(left)):
             yield "ids / n"
         case ast.Compare(left, [ast.Eq() | ast.NotEq(), *_], others) if last_name(left) == "type":

@@ -10,8 +10,8 @@ from collections.abc import Callable, Set
 import numpy as np
 
 from ampatch.apex.legacy.finding import ROWS
-from ampatch.apex.legacy.mending.names import Notices
-from ampatch.apex.legacy.pattern_rows import COPY, RAGGED
+from ampatch.apex.legacy.mending.names import Notices, script_place
+from ampatch.apex.legacy.pattern_rows import COLORS, COPY, RAGGED
 from ampatch.apex.legacy.patterns import POSITIONAL, librosa_wants_names
 
 
@@ -76,6 +76,17 @@ def take_positional(function: Callable, notices: Notices, /, *args: object, **kw
     ]
     named = zip((each.name for each in names), args[count:], strict=False)
     return function(*args[:count], **dict(named), **kwargs)
+
+
+def give_hex_colors(by_key: Callable, notices: Notices, /, self: object) -> dict[str, list]:
+    """Has a script get the colors in a cycle of matplotlib as texts, such as "#1f77b4"."""
+    values = by_key(self)
+    colors = values.get("color", [])
+    if script_place() is not None and any(isinstance(each, tuple) for each in colors):
+        notices.tell(ROWS[COLORS])
+        to_hex = sys.modules["matplotlib.colors"].to_hex
+        values["color"] = [to_hex(each) if isinstance(each, tuple) else each for each in colors]
+    return values
 
 
 # ---- NumPy ----

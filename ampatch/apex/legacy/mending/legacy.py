@@ -21,6 +21,7 @@ from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
 from ampatch.apex.legacy.gone.functions import fft
 from ampatch.apex.legacy.mending.arguments import (
+    give_hex_colors,
     init_sampler,
     init_silently,
     init_with_floats,
@@ -33,9 +34,10 @@ from ampatch.apex.legacy.mending.arguments import (
 from ampatch.apex.legacy.mending.loading import Loads
 from ampatch.apex.legacy.mending.names import Notices, Places, put_back_names, tell
 from ampatch.apex.legacy.mending.ranks import parse_rank, put_rank_first
-from ampatch.apex.legacy.mending.tensors import LegacyMode, init_at_port
+from ampatch.apex.legacy.mending.tensors import LegacyMode, init_at_port, take_byte_mask
 from ampatch.apex.legacy.pattern_rows import ASYNC
 from ampatch.apex.legacy.patterns import LIBROSA
+from ampatch.levels.private import MASK_CHECKS
 
 
 def mend_source(source: bytes) -> bytes:
@@ -96,8 +98,15 @@ WIDER = (
     ("random.Random", "sample", sample_any),
     *(("yaml", name, load_yaml) for name in ("load", "load_all")),
     *((place, name, take_positional) for place, names in LIBROSA.items() for name in names),
+    ("cycler.Cycler", "by_key", give_hex_colors),
     ("importlib.machinery.SourceFileLoader", "source_to_code", compile_mended),
 )
+
+
+def script_as(function: Callable, wrapper: Callable) -> Callable:
+    """Has torch.jit.script compile a function for its wrapper, by what torch has for one of its own."""
+    wrapper.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": function})
+    return wrapper
 
 
 def widen(changes: Changes, notices: Notices, name: str, wider: Callable, owner: object) -> None:
@@ -121,6 +130,11 @@ def legacy(unsafe_load: bool = False) -> Iterator[None]:
         put_back_names(changes, places, notices)
         for place, name, wider in WIDER:
             places.change(place, functools.partial(widen, changes, notices, name, wider))
+        for check in MASK_CHECKS:
+            if not check.is_missing():
+                owner, name = check.find_place()
+                taking = script_as(check.find(), wrap(check.find(), take_byte_mask, notices))
+                changes.set_attribute(owner, name, taking)
         loads = Loads(notices, unsafe_load)
         for module, wider in ((torch, loads.torch_load), (np, loads.numpy_load)):
             changes.set_attribute(module, "load", wrap(module.load, wider))

@@ -16,7 +16,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from ampatch.apex.changes import LIBRARIES, Changes, script_frame, wrap
+from ampatch.apex.changes import Changes, is_library, script_frame, wrap
 from ampatch.apex.drop_in.real import find_elsewhere
 from ampatch.apex.legacy.finding import is_gone
 from ampatch.apex.legacy.name_rows import LINALG, NAMES
@@ -51,7 +51,7 @@ class Notices:
 def script_place() -> str | None:
     """Returns the line that called torch or us, None if it is one of another library."""
     frame = script_frame()
-    if frame is None or frame.f_code.co_filename.startswith(LIBRARIES):
+    if frame is None or is_library(frame.f_code.co_filename):
         return None
     return f"{os.path.relpath(frame.f_code.co_filename)}, line {frame.f_lineno}"
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 
-from ampatch.apex.changes import LIBRARIES, Changes, script_frame
+from ampatch.apex.changes import Changes, is_library, script_frame
 from ampatch.apex.legacy.finding import READS_RANK, ROWS
 from ampatch.apex.legacy.mending.names import Notices
 from ampatch.apex.legacy.patterns import find_rank
@@ -95,7 +95,7 @@ def put_rank_first(notices: Notices, source: bytes, path: str) -> None:
     rank = said[0].partition("=")[2] if said else os.environ.get("LOCAL_RANK")
     is_done = not rank or READS_RANK.search(text) or any(word.startswith("--local_rank") for word in words)
     is_none = not re.search("local[-_]rank", text) or OPTION.search(text)
-    if is_done or is_none or path.startswith(LIBRARIES):
+    if is_done or is_none or is_library(path):
         return
     with suppress(SyntaxError, ValueError):
         spelled = next(filter(None, map(find_rank, ast.walk(ast.parse(source)))), None)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampatch.apex.legacy.finding import ROWS
 from ampatch.apex.legacy.mending.names import Notices
-from ampatch.apex.legacy.pattern_rows import CLAMP, PART
+from ampatch.apex.legacy.pattern_rows import CLAMP, INVERTED, MASK, PART
 
 # Which argument is a mask, and what a keyword calls it.
 MASKS = MappingProxyType(
@@ -44,7 +44,8 @@ CLAMPS = (Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_, Tensor.clip_, tor
 CLAMPS += (torch.clamp_min_, torch.clamp_max_)
 INTEGRAL = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 CHANGED = frozenset(
-    {*MASKS, *SPLITS, *IN_PLACE, *WITH_BOOLS, *STFT, *ISTFT, *CLAMPS, Tensor.__getitem__, Tensor.view}
+    {*MASKS, *SPLITS, *IN_PLACE, *WITH_BOOLS, *STFT, *ISTFT, *CLAMPS}
+    | {Tensor.__getitem__, Tensor.__invert__, Tensor.view}
 )
 
 
@@ -67,6 +68,9 @@ class LegacyMode(TorchFunctionMode):
         if original in WITH_BOOLS and any(map(is_bool, args)):
             self._notices.tell(ROWS[WITH_BOOLS[original]])
             args = tuple(each.byte() if is_bool(each) else each for each in args)
+        if original is Tensor.__invert__ and is_byte(*args) and not (args[0] > 1).any():
+            self._notices.tell(ROWS[INVERTED])  # a mask, as pictures have other bytes
+            return 1 - args[0]
         if original in MASKS:
             args, given = self._with_masks(*MASKS[original], args, given)
         if original in SPLITS and args:
@@ -90,7 +94,7 @@ class LegacyMode(TorchFunctionMode):
         mask = args[place] if place < len(args) else given.get(name)
         if not any(map(is_byte, parts_of(mask))):
             return args, given
-        self._notices.tell(ROWS["masked_fill(x.byte(), ...)"])
+        self._notices.tell(ROWS[MASK])
         masks = tuple(each.bool() if is_byte(each) else each for each in parts_of(mask))
         mask = masks if isinstance(mask, tuple) else masks[0]
         if place < len(args):
@@ -164,6 +168,17 @@ def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwar
     for view in views:
         setattr(view, PART, True)
     return views
+
+
+def take_byte_mask(
+    check: Callable, notices: Notices, /, mask: Tensor | None, *args: object, **kwargs: object
+) -> object:
+    """Has attention, and modules that have it, take masks of bytes."""
+    if is_byte(mask):
+        notices.tell(ROWS[MASK])
+        mask = mask.bool()
+    types = {torch.uint8: torch.bool}  # that of another mask, which is to be the same
+    return check(mask, *args, **{name: types.get(value, value) for name, value in kwargs.items()})
 
 
 def init_at_port(init: Callable, notices: Notices, /, *args: object, **kwargs: object) -> None:

@@ -12,7 +12,7 @@ import pickle
 import sys
 import types
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 
 import numpy as np
@@ -32,6 +32,15 @@ class RefusedError(pickle.UnpicklingError):
 
 class Unknown:
     """Stands for what a pickle wants and does not get, so that all of that can be told at once."""
+
+
+ACTIVATIONS = (
+    *("relu", "gelu", "silu", "elu", "celu", "selu", "glu", "relu6", "leaky_relu", "prelu", "rrelu", "mish"),
+    *("tanh", "tanhshrink", "sigmoid", "logsigmoid", "softplus", "softsign", "softmax", "log_softmax"),
+    *("hardtanh", "hardsigmoid", "hardswish"),
+)
+# What pickles name functions of torch after, as `getattr(place, "tanh")`.
+PLACES = (torch.tanh.__reduce__()[1][0], torch.Tensor.__base__)
 
 
 def make_dtype(text: str, *_: object) -> np.dtype:
@@ -91,6 +100,13 @@ def rebuild_tensor(function: object, kind: object, *rest: object) -> torch.Tenso
     return loadable_globals()["torch._tensor._rebuild_from_type_v2"](function, kind, *rest)
 
 
+def read_function(place: type, name: str) -> Callable:
+    """Reads an activation of torch; `getattr` itself would read whatever there is."""
+    if place not in PLACES or name not in ACTIVATIONS:
+        raise RefusedError([f"builtins.getattr of {name_of(place)}, {name!r}"])
+    return getattr(place, name)
+
+
 def name_of(thing: object) -> str:
     """Returns the dotted name of a class or function, or of the class of anything else."""
     named = thing if isinstance(thing, (type, types.FunctionType, types.BuiltinFunctionType)) else type(thing)
@@ -117,21 +133,30 @@ CALLED = MappingProxyType(
         **{f"numpy.{core}.multiarray._reconstruct": make_array for core in ("core", "_core")},
         **{f"numpy.{core}.numeric._frombuffer": array_of_bytes for core in ("core", "_core")},
         "torch._tensor._rebuild_from_type_v2": rebuild_tensor,
+        "builtins.getattr": read_function,
     }
-)
-ACTIVATIONS = (
-    "relu gelu silu elu selu relu6 leaky_relu tanh sigmoid softplus mish hardswish softmax log_softmax"
 )
 # What is only named: as a value, or the factory of a defaultdict.
 VALUES = MappingProxyType(
     {
         **named(list, dict, tuple, str, int, float, bool, bytes, object, np.ndarray, *HOLDERS),
         **{f"numpy.{kind.__name__}": kind for kind in np.sctypeDict.values()},
-        **{f"torch.nn.functional.{each}": getattr(torch.nn.functional, each) for each in ACTIVATIONS.split()},
+        **{
+            name: getattr(torch.nn.functional, each)
+            for each in ACTIVATIONS
+            for name in (f"torch.nn.functional.{each}", f"torch._C._nn.{each.replace('logs', 'log_s')}")
+        },
+        **named(*PLACES),
     }
 )
 NETWORKS = ("torch.nn.modules.", "torch.nn.utils.", "torch.nn.parallel.data_parallel.", "torch.optim.")
 NETWORKS += ("torch.utils.data.dataset.",)
+# Those of apex, whose checkpoints have its own name for them, or ours.
+NETWORKS += tuple(
+    f"{root}.{part}."
+    for root in ("apex", "ampatch.apex")
+    for part in ("normalization", "optimizers", "parallel.sync_batchnorm", "parallel.LARC")
+)
 TRUSTED = ("builtins", "collections", "enum", "abc", "typing", "argparse", "types")
 # Packages whose objects call no methods of others: those of torch.nn do.
 DATA = ("builtins", "collections", "torch", "numpy", "pathlib", "datetime")
@@ -162,9 +187,12 @@ def is_own(module: types.ModuleType) -> bool:
 
 
 def find_network(module: str, name: str) -> type | None:
-    """Returns a class of torch.nn or torch.optim."""
-    found = vars(sys.modules.get(module, types)).get(name) if is_network(module) else None
-    return found if isinstance(found, type) and found.__module__ == module else None
+    """Returns a class of torch.nn or torch.optim, or the one here of that name of apex."""
+    for place in (module, f"ampatch.{module}") if is_network(module) else ():
+        found = vars(sys.modules.get(place, types)).get(name)
+        if isinstance(found, type) and found.__module__ in (module, f"ampatch.{module}"):
+            return found
+    return None
 
 
 def find_own(module: str, name: str) -> type | None:
