@@ -157,19 +157,18 @@ def test_a_step_of_another_thread_while_one_reads_what_became_known(run, monkeyp
     """Python may switch threads between a look at what is known and taking it."""
     other, is_known, looks = Run(), BackwardOutcome.is_known, []
 
-    def step_elsewhere_at_the_second_look(outcome):
+    def step_elsewhere_at_the_first_look(outcome):
         known = is_known(outcome)
         looks.append(outcome)
-        if len(looks) == 2:
+        if len(looks) == 1:
             thread = threading.Thread(target=other.step, args=(1e-3,))
             thread.start()
             thread.join()
         return known
 
-    monkeypatch.setattr(BackwardOutcome, "is_known", step_elsewhere_at_the_second_look)
+    monkeypatch.setattr(BackwardOutcome, "is_known", step_elsewhere_at_the_first_look)
     run.step(1e-3)
-    assert looks[0] is looks[1]
-    assert len(looks) > 2
+    assert looks
     assert [amp.history(loss_id).steps for loss_id in (0, 1)] == [1, 1]
 
 

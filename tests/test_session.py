@@ -271,7 +271,7 @@ def test_an_interrupted_uninitialize_is_finished_by_the_next(owner, name, value,
 
 def test_models_are_restored_where_the_undo_of_their_call_is_interrupted(check_torch):
     model = open_session(nn.Linear(3, 2), opt_level="O2")
-    SESSION._calls[0].members.append(interrupted)
+    SESSION.calls[0].members.append(interrupted)
     with pytest.raises(KeyboardInterrupt):
         amp.uninitialize()
     check_torch()
