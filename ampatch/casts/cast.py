@@ -150,8 +150,11 @@ class CastState:
         """
         if graph_task() != -1:
             return False
-        graphs = [ref() for ref in self._graphs]
-        return any(graph is None or graph.was_used for graph in graphs)
+        for find in self._graphs:
+            graph = find()
+            if graph is None or graph.was_used:
+                return True
+        return False
 
     def hand_over(self, original: Function, call: Call, args: tuple, kwargs: dict) -> object:
         """Calls a function that a class or a mode overrides; replaced while torch is patched."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from threading import get_ident
 
@@ -247,13 +247,22 @@ class CastCache:
 
     def _write_again(self, stale: Entries) -> None:
         """Casts all that steps have changed into the memory of their earlier casts."""
-        found = [kept for kept in _take_all(stale) if kept.is_writable()]
+        found, versions, casts, parameters = [], [], [], []
+        while stale:
+            try:
+                kept = stale.popitem()[1]
+            except KeyError:  # another thread drops some at the same time
+                break
+            if kept.is_writable():
+                found.append(kept)
+                versions.append(kept.parameter._version)  # before: another thread may write meanwhile
+                casts.append(kept.cast)
+                parameters.append(kept.parameter)
         if not found:
             return
-        versions = [kept.parameter._version for kept in found]  # before: another thread may write meanwhile
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(mode=False) if is_inference else nullcontext(), torch.no_grad():
-            torch._foreach_copy_([kept.cast for kept in found], [kept.parameter for kept in found])
+            torch._foreach_copy_(casts, parameters)
         self.made += len(found)
         for kept, version in zip(found, versions, strict=True):
             kept.version, kept.written = version, kept.cast._version
@@ -267,15 +276,6 @@ def _merge(entries: Entries, into: Entries) -> None:
             return into.update(entries)
         except RuntimeError:  # "dict mutated during update"
             continue
-
-
-def _take_all(entries: Entries) -> Iterator[KeptCast]:
-    """Yields entries, and takes them out; another thread may drop some of them at the same time."""
-    while entries:
-        try:
-            yield entries.popitem()[1]
-        except KeyError:
-            return
 
 
 def _find_device(parameter: Tensor) -> int | None:

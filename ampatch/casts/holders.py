@@ -39,9 +39,20 @@ class KeptCast:
 
     def is_writable(self) -> bool:
         """Whether the cast may be written again: nobody holds it, and its parameter still has its shape."""
-        if self.is_held() or not self._is_in_place() or self.cast.shape != self.parameter.shape:
-            return False
-        return self.device is None or not torch.cuda.is_current_stream_capturing()
+        cast, parameter = self.cast, self.parameter  # all of it in one call: each weight is asked each step
+        found = count_users(cast.untyped_storage()._cdata), count_references(cast), count_holders(cast)
+        return (
+            (found == _OWN_HOLDERS or self._are_neighbours(found))
+            and cast._version == self.written
+            and parameter.data_ptr() == self.pointer
+            and parameter.requires_grad == self.requires_grad
+            and cast.shape == parameter.shape
+            and (self.device is None or self._can_write_on_stream())
+        )
+
+    def _can_write_on_stream(self) -> bool:
+        is_same = find_stream(self.device) == self.stream
+        return is_same and not torch.cuda.is_current_stream_capturing()
 
     def _is_in_place(self) -> bool:
         """Whether the parameter has the memory that it was cast from, and nobody else wrote the cast."""
@@ -55,11 +66,13 @@ class KeptCast:
     def is_held(self) -> bool:
         """Whether a graph, or anybody else, holds the cast or its memory."""
         found = self.count_holders()
-        if found == _OWN_HOLDERS:
-            return False
+        return found != _OWN_HOLDERS and not self._are_neighbours(found)
+
+    def _are_neighbours(self, found: tuple[int | None, int, int | None]) -> bool:
+        """Whether what holds the cast beside us are other casts in its block of memory."""
         users, *others = found
         neighbours = getattr(self.cast, NEIGHBOURS, 0)
-        return not neighbours or users is None or (users - neighbours, *others) != _OWN_HOLDERS
+        return bool(neighbours) and users is not None and (users - neighbours, *others) == _OWN_HOLDERS
 
     def count_holders(self) -> tuple[int | None, int, int | None]:
         """Counts the users of the cast's memory, and what holds the cast itself: in Python, and in C++."""

@@ -28,15 +28,18 @@ class Rounded:
     owner: int  # id of the module
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Forward:
-    """A running forward of an initialized model, or of a part of one that runs in float32."""
+    """A running forward of an initialized model, or of a part of one that runs in float32.
+
+    Not frozen: that takes longer to make, and each forward makes one.
+    """
 
     owner: int  # id of the module
     off: bool  # casts are off in it
     dtype: torch.dtype | None  # what its weights and activations have; None where ops are cast one by one
     frame: FrameType | None  # the call that runs it; None in a graph, where none ends early
-    rounded: list[Rounded] = field(default_factory=list, compare=False)  # between the modules in it
+    rounded: list[Rounded] = field(default_factory=list)  # between the modules in it
 
 
 class ThreadState(threading.local):
@@ -143,7 +146,13 @@ class ThreadState(threading.local):
 
     def pop(self, owner: int) -> None:
         """Notes that a module's forward ended, and with it those inside."""
-        if any(forward.owner == owner for forward in self.forwards):
+        forwards = self.forwards
+        if not forwards:
+            return
+        if forwards[-1].owner == owner and not torch.compiler.is_dynamo_compiling():  # as nearly always
+            self.forwards = forwards[:-1]
+            self.off -= forwards[-1].off
+        elif any(forward.owner == owner for forward in forwards):
             while _change(self._drop_innermost).owner != owner:
                 pass
 

@@ -134,29 +134,30 @@ def _end_outermost(output: object) -> None:
 
     Without a graph, the iteration is over: grad mode may be off, or the weights are frozen.
     """
-    nodes: list[torch.autograd.graph.Node] = []
+    tensors: list[Tensor] = [output] if type(output) is Tensor else []
 
-    def find_node(tensor: Tensor) -> Tensor:
-        if tensor.grad_fn is not None:
-            nodes.append(tensor.grad_fn)
+    def find(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
         return tensor
 
-    cast_tree(output, find_node)
-    if not nodes:
+    if not tensors:
+        cast_tree(output, find)
+    has_graph, new = False, None
+    for tensor in tensors:
+        node = tensor.grad_fn
+        if node is None:
+            continue
+        has_graph = True
+        graph = node.metadata.get(PendingGraph)
+        if graph is not None and not graph.was_used:  # a model that returns what it is given
+            continue
+        if new is None:
+            new = PendingGraph()
+            CASTS.watch(new)
+        node.metadata[PendingGraph] = new
+        node.register_prehook(new)
+    if not has_graph:
         CASTS.recheck_casts()
-    fresh = [node for node in nodes if not _is_watched(node)]
-    if fresh:
-        graph = PendingGraph()
-        CASTS.watch(graph)
-        for node in fresh:
-            node.metadata[PendingGraph] = graph
-            node.register_prehook(graph)
-
-
-def _is_watched(node: torch.autograd.graph.Node) -> bool:
-    """Whether an earlier forward left a node, as that of a model that returns what it is given."""
-    graph = node.metadata.get(PendingGraph)
-    return graph is not None and not graph.was_used
 
 
 def _find_precise(rounded: list[Rounded], tensor: Tensor) -> Tensor:
