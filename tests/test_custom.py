@@ -224,7 +224,10 @@ def test_what_has_no_kernel_for_complex_half_runs_in_complex64_with_its_gradient
 
     half = torch.view_as_complex(torch.rand(4, 4, 2).half())
     leaf = half.to(torch.complex64).requires_grad_()
-    expected = run(torch.complex64)
+    try:
+        expected = run(torch.complex64)
+    except RuntimeError as error:  # before any patch
+        pytest.skip(f"torch {torch.__version__} fails by itself on this processor: {error}")
     open_session(opt_level="O1")
     result, grad = run(torch.complex32)
     assert torch.equal(result, expected[0])

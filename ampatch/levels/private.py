@@ -225,6 +225,16 @@ def allow_any_grad(param: Tensor) -> None:
         param.grad_dtype = None
 
 
+def give_float32_grad(half: Tensor, write: Callable[[Tensor], None], grad: Tensor) -> None:
+    """Has a half parameter hold a float32 gradient, in a torch that refuses it; `write` assigns its `.grad`.
+
+    A gradient must have its parameter's type when it is assigned, and may have another one later.
+    """
+    held = torch.zeros_like(grad, dtype=half.dtype) if grad.is_sparse else torch.empty_like(half)
+    write(held)
+    set_data(held, grad)
+
+
 # The largest number that Python may give a node; AccumulateGrad's own is larger.
 LAST_IN_SEQUENCE = 2**63 - 1
 

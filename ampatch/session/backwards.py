@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.levels.private import RUN_BACKWARD, TAKES_ANY_GRAD, graph_task, set_data
+from ampatch.levels.private import RUN_BACKWARD, TAKES_ANY_GRAD, give_float32_grad, graph_task
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 from ampatch.session.members import Members
 from ampatch.steps.block import LateLoss, ScaledLoss
@@ -54,8 +54,7 @@ class MasterBackwards(SessionPatch):
             if weight is None or weight.is_wrapper:
                 original.__set__(tensor, grad)
             else:
-                original.__set__(tensor, torch.empty_like(tensor))
-                set_data(original.__get__(tensor), grad)
+                give_float32_grad(tensor, functools.partial(original.__set__, tensor), grad)
 
         return property(original.__get__, write, doc=original.__doc__)
 

@@ -82,7 +82,7 @@ def _find_changed_side(pair: Weight) -> Tensor | None:
     """Returns the gradient of the side that holds another one than both did before, or none any more."""
     half, master, before = pair.half.grad, pair.master.grad, pair.find_grad()
     if half is not None and pair.half_grad is not None and half is pair.half_grad():
-        return master
+        return half if pair.shows_other_grad(half) else master
     is_half_side = master is before and (half is not None or before is not None)
     return half if is_half_side else master
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.levels.private import TAKES_ANY_GRAD, allow_any_grad, is_expanded, set_data
+from ampatch.levels.private import TAKES_ANY_GRAD, allow_any_grad, give_float32_grad, is_expanded
 from ampatch.levels.stack import StepLock
 from ampatch.steps.masters.tensors import (
     is_alone,
@@ -36,7 +37,7 @@ class Weight:
     __slots__ = (
         *("half", "is_wrapper", "kept", "master", "pointer", "precise", "seen", "shown", "touched"),
         *("__weakref__", "lock", "version", "written"),
-        *("grad", "half_grad"),
+        *("grad", "grad_pointer", "half_grad"),
     )
 
     def __init__(self, half: Tensor, precise: Tensor | None = None, touched: set[int] | None = None) -> None:
@@ -52,6 +53,7 @@ class Weight:
         # the half tensor shows it.
         self.grad: ref[Tensor] | None = None
         self.half_grad: ref[Tensor] | None = None
+        self.grad_pointer = 0  # of both, where these are two tensors
         self.is_wrapper = is_wrapper(half)
         self.mark_synced()
 
@@ -278,9 +280,9 @@ class Weight:
                 half.grad = grad
         elif self.is_wrapper:  # of which `.data` is not what it wraps
             half.grad = None
-        else:  # a gradient must have its parameter's type when it is assigned, and may have another one later
-            half.grad = torch.empty_like(half)
-            set_data(half.grad, grad)
+        else:
+            give_float32_grad(half, functools.partial(setattr, half, "grad"), grad)
+            self.grad_pointer = _pointer_of(grad)
         self.grad = None if grad is None else ref(grad)
         self.half_grad = None if half.grad is None else ref(half.grad)
 
@@ -290,4 +292,14 @@ class Weight:
         if before is None or before is not self.master.grad:  # type: ignore[union-attr]
             return False
         shown = self.half.grad
-        return shown is None if self.half_grad is None else shown is not None and shown is self.half_grad()
+        if shown is None or self.half_grad is None or shown is not self.half_grad():
+            return shown is None and self.half_grad is None
+        return _pointer_of(shown) == _pointer_of(before) == self.grad_pointer
+
+    def shows_other_grad(self, shown: Tensor) -> bool:
+        """Whether the tensor by which the half side shows the gradient was given other data."""
+        return not TAKES_ANY_GRAD and _pointer_of(shown) != self.grad_pointer
+
+
+def _pointer_of(grad: Tensor) -> int:
+    return grad.data_ptr() if grad.layout is torch.strided else 0
