@@ -43,8 +43,10 @@ Show = Callable[[SweepProgress], None]
 class SweepCampaign:
     """A plan that is being carried out: `records` are those of the runs that are over."""
 
-    def __init__(self, plan: Plan, results: Results, stop: Stop, run: Execute | None = None) -> None:
-        self.records: list[RunRecord] = []
+    def __init__(
+        self, plan: Plan, results: Results, stop: Stop, run: Execute | None = None, made: Sequence[RunRecord] = ()
+    ) -> None:
+        self.records: list[RunRecord] = list(made)
         self._execute = run or execute
         self._plan = plan
         self._devices = plan.devices or (Device(""),)
@@ -63,12 +65,15 @@ class SweepCampaign:
         finished, or when all of them have failed. Raises AmpValueError if the first run shows that the script
         cannot be compared.
         """
-        ahead = list(self._plan.runs())
+        made = {(it.row, it.seed, it.repeat) for it in self.records}
+        slow = {it.row for it in self.records if it.outcome is Ending.TIMED_OUT}
+        ahead = [it for it in self._plan.runs() if (it.row, it.seed, it.repeat) not in made and it.row not in slow]
         while not self._stop and (ahead or self._repeat(ahead)):
             # Logs may have moved since it was planned, and a script may change the working directory.
             logs = str(self._results.logs.absolute())
             places = zip(ahead, self._devices, strict=False)
-            runs = [replace(run, directory=logs, visible=device.visible) for run, device in places]
+            facts = {"directory": logs, "earlier": tuple(record.training for record in self.records)}
+            runs = [replace(run, visible=device.visible, **facts) for run, device in places]
             del ahead[: len(runs)]
             self._pending = len(runs)
             for run, record in zip(runs, self._watch(runs, ahead, show), strict=True):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP, UNSAFE_HELP
@@ -16,6 +17,7 @@ from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, LEAST, Plan, make_plan
 from ampatch.sweeps.processes.devices import Device, parse_devices, share_out
 from ampatch.sweeps.processes.ranks import refuse_ranks
+from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.sweep import LEVELS
 from ampatch.sweeps.terminal.stream import Stream
 from ampatch.sweeps.variant import list_possible, parse_rows
@@ -43,6 +45,8 @@ OF_A_SWEEP = (
     "variant",
     "out",
     "no_page",
+    "isolate",
+    "resume",
 )
 OF_A_SWEEP = OF_A_SWEEP + tuple(LEAST)
 OF_A_COMPARISON = tuple(column.limit.option for column in LIMITED)
@@ -82,6 +86,8 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     add("--devices", metavar="D,...", help=f"{devices}; speeds are surer without")
     jobs = "the same on the first N GPUs, or where there is none on N parts of the processors"
     add("--jobs", type=int, metavar="N", help=jobs)
+    isolate = "give each run a copy of the working directory (what it writes there goes with the run)"
+    add("--isolate", action="store_true", default=None, help=isolate)
     add("--device", choices=["cpu"], help=DEVICE_HELP)
     add("--legacy", action="store_true", default=None, help=LEGACY_HELP)
     add("--unsafe-load", action="store_true", default=None, help=UNSAFE_HELP)
@@ -92,6 +98,8 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=float, metavar="T", help=f"{tolerance}default: {DEFAULTS.tolerance}, or A's")
     out = "write sweep.json, sweep.csv, sweep.html and logs there; default: ampatch-sweep"
     add("--out", metavar="DIR", help=out)
+    resume = "make the runs that an interrupted sweep of the same script and options left out"
+    add("--resume", action="store_true", default=None, help=resume)
     add("--no-page", action="store_true", default=None, help="write no sweep.html, and without --out nothing")
 
 
@@ -137,12 +145,12 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     levels = ",".join(list_possible()) if arguments.levels is None else arguments.levels
     rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
     script = find_script(arguments, ", or --compare and two sweeps")
-    plan = make_plan(script, rows, **given_of(arguments, LEAST))
+    plan = make_plan(script, rows, **given_of(arguments, (*LEAST, "isolate")))
     if devices := find_devices(arguments):
         named = replace(plan.settings, devices=tuple(it.name for it in devices))
         plan = replace(plan, devices=devices, settings=named)
     require("rich")
-    return sweep(plan, arguments.out, has_page=not arguments.no_page)
+    return sweep(plan, arguments.out, has_page=not arguments.no_page, resume=bool(arguments.resume))
 
 
 def find_devices(arguments: argparse.Namespace) -> tuple[Device, ...]:
@@ -155,20 +163,24 @@ def find_devices(arguments: argparse.Namespace) -> tuple[Device, ...]:
     return share_out(arguments.jobs, on_cpu=arguments.device == "cpu") if "jobs" in given else ()
 
 
-def sweep(plan: Plan, out: str | None, *, has_page: bool) -> int:
+def sweep(plan: Plan, out: str | None, *, has_page: bool, resume: bool = False) -> int:
     """Carries out the plan, writes and shows what came of it; returns the exit status."""
     from ampatch.sweeps.campaign import SweepCampaign
-    from ampatch.sweeps.records.results import find_folder, open_results
+    from ampatch.sweeps.records.results import find_folder, find_last, open_results
     from ampatch.sweeps.terminal import view
 
-    if out is None and has_page:
+    made: tuple[RunRecord, ...] = ()
+    if resume:
+        out = out or find_last()
+        made = runs_to_keep(out, plan)
+    elif out is None and has_page:
         out = find_folder()
     # A reader that goes away, or a disk that is full, must not end what took hours.
     shown, errors = Stream(sys.stdout), view.Console(file=Stream(sys.stderr), stderr=True)
-    with noting_signals() as stop, open_results(out, has_page=has_page) as results:
+    with noting_signals() as stop, open_results(out, has_page=has_page, keep=resume) as results:
         if results.holds_old:
             view.say(errors, f"'{out}' holds a sweep already: it is replaced when a run has finished")
-        campaign = SweepCampaign(plan, results, stop)
+        campaign = SweepCampaign(plan, results, stop, made=made)
         with view.progress_bar(errors, plan.count, plan.settings.steps) as bar:
             campaign.carry_out(bar)
         if campaign.records:
@@ -181,8 +193,42 @@ def sweep(plan: Plan, out: str | None, *, has_page: bool) -> int:
             view.say(errors, line)
         if stop:
             view.say(errors, f"ampatch sweep: interrupted ({stop.name})")
+            if out and any(not record.failed for record in campaign.records):
+                view.say(errors, f"go on with: {resuming_command(out)}")
     shown.raise_error()
     return stop.status or int(any(record.failed for record in campaign.records))
+
+
+def runs_to_keep(out: str, plan: Plan) -> tuple[RunRecord, ...]:
+    """Returns the runs of an earlier sweep that need not be made again: all that came to an end.
+
+    Raises AmpValueError if it was not the same sweep: of this script, with these settings and versions.
+    """
+    from ampatch.sweeps.environment import describe_machine
+    from ampatch.sweeps.records.results import read_sweep
+
+    before = read_sweep(out)
+    settings, machine = asdict(before.settings), asdict(before.environment)
+    pairs = [(name, settings[name], value) for name, value in asdict(plan.settings).items()]
+    pairs += [(name, machine[name], value) for name, value in describe_machine().items()]
+    others = [f"{name} {old!r} then, {new!r} now" for name, old, new in pairs if old != new]
+    if others:
+        raise AmpValueError(
+            f"--resume: the sweep in {out!r} was another one ({'; '.join(others)}): expected the same script, "
+            "arguments, options and versions; without --resume all runs are made"
+        )
+    return tuple(it for it in before.records if it.outcome is not Ending.INTERRUPTED)
+
+
+def resuming_command(out: str) -> str:
+    """Returns the command line of this process with --resume."""
+    from ampatch.sweeps.environment import command_as_typed
+
+    typed = command_as_typed()
+    given = shlex.split(typed)
+    added = [] if "--resume" in given else ["--resume"]
+    added += [] if any(word.split("=")[0] == "--out" for word in given) else ["--out", out]
+    return typed.replace("sweep", shlex.join(["sweep", *added]), 1) if added else typed
 
 
 def compare(arguments: argparse.Namespace) -> int:

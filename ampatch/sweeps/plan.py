@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from ampatch import AmpValueError
 from ampatch.apex.script import STDIN, Script
 from ampatch.sweeps.faults import MORE_THAN_0, validate_numbers
 from ampatch.sweeps.processes.devices import Device
+from ampatch.sweeps.processes.isolation import isolated
+from ampatch.sweeps.records.record import Training
 from ampatch.sweeps.records.sweep import Settings
+from ampatch.sweeps.switches import find_file
 from ampatch.sweeps.variant import Value, Variant
 
 SEED, LEVEL = "{seed}", "{level}"  # in the script's arguments
@@ -55,6 +59,8 @@ class PlannedRun:
     warmup: int = DEFAULTS.warmup
     nproc_per_node: int | None = None  # ranks, which torch.distributed.run starts
     visible: str | None = None  # the GPU that it sees alone
+    isolate: bool = False
+    earlier: tuple[Training, ...] = ()  # runs of the sweep, whose files it must not read
 
     def file(self, kind: str) -> Path:
         """Returns the file of a kind.
@@ -73,6 +79,7 @@ class PlannedRun:
         """Reads what `to_json` wrote."""
         fields = json.loads(text)
         script = fields["script"]
+        fields["earlier"] = tuple(Training(**each) for each in fields["earlier"])
         return cls(**fields | {"script": Script(**script | {"arguments": tuple(script["arguments"])})})
 
 
@@ -110,6 +117,8 @@ class Plan:
                 "the standard input can be read once, and a sweep reads its script often: save it to a file"
             )
         self.script.validate()
+        if self.settings.isolate:
+            isolated(self.script)
         validate_numbers(asdict(self.settings), LEAST)
         if self.count > MOST_RUNS:
             raise AmpValueError(f"{self.count} runs: expected at most {MOST_RUNS:,}")
@@ -139,26 +148,50 @@ class Plan:
             for row in rows:
                 yield self._run(row, seed, repeat)
 
+    def _script(self) -> Script:
+        return isolated(self.script) if self.settings.isolate else self.script
+
     def _run(self, row: Variant, seed: int, repeat: int) -> PlannedRun:
         given = self.script.arguments
-        level = str(row.overrides["opt_level"])
-        arguments = tuple(it.replace(SEED, str(seed)).replace(LEVEL, level) for it in given)
+        words = {SEED: seed, LEVEL: row.overrides["opt_level"], "{row}": slug(row.name), "{repeat}": repeat}
+        words["{run}"] = f"{slug(row.name)}-seed{seed}-repeat{repeat}"
+        arguments = tuple(replace_words(argument, words) for argument in given)
         return PlannedRun(
             row=row.name,
             seed=seed,
             repeat=repeat,
-            script=replace(self.script, arguments=arguments),
+            script=replace(self._script(), arguments=arguments),
             overrides=row.overrides,
             autocast_dtype=row.autocast_dtype,
             shift_seeds=not any(SEED in argument for argument in given),
             steps=self.settings.steps,
             warmup=self.settings.warmup,
             nproc_per_node=self.settings.nproc_per_node,
+            isolate=self.settings.isolate,
         )
+
+
+def replace_words(argument: str, words: Mapping[str, object]) -> str:
+    """Puts values into the places of their names.
+
+    >>> replace_words("--out={row}/{seed}.pt", {"{row}": "O4", "{seed}": 1})
+    '--out=O4/1.pt'
+    """
+    for word, value in words.items():
+        argument = argument.replace(word, str(value))
+    return argument
 
 
 def make_plan(script: Script, rows: tuple[Variant, ...], title: str = "", **asked: float | None) -> Plan:
     """Makes a plan; `title` is the name of what is run, if that is no script to its user."""
     name = title or (f"-m {script.name}" if script.is_module else script.name)
     arguments = () if title else script.arguments
-    return Plan(script, rows, Settings(name, arguments, tuple(row.name for row in rows), **asked))
+    digest = "" if title else digest_of(script)
+    settings = Settings(name, arguments, tuple(row.name for row in rows), digest=digest, **asked)
+    return Plan(script, rows, settings)
+
+
+def digest_of(script: Script) -> str:
+    """Returns what tells the text of a script from others; empty where there is no file to read."""
+    path = find_file(script)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""

@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,11 +17,15 @@ import ampatch as amp
 from ampatch.sweeps.measure.curve import CurveBuilder, averaged
 from ampatch.sweeps.measure.forwards import Samples, count_samples, watch_forwards
 from ampatch.sweeps.measure.losses import Losses, final_loss, first_loss, loss_noise
+from ampatch.sweeps.measure.reads import ReadWatch
 from ampatch.sweeps.measure.memory import count_bytes, peak_memory, sample_weights
 from ampatch.sweeps.measure.scales import ScaleHistory
 from ampatch.sweeps.measure.steps import DeviceClock, HostClock, Mark, StepCounter, StepTimes
 from ampatch.sweeps.measure.waits import Waiting
 from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Measured
+
+if TYPE_CHECKING:  # which imports torch's compiler
+    from ampatch.sweeps.measure.yardstick import Autocast
 
 LARGEST_STEP = 2**53  # up to which floats are whole numbers
 LOOKED_AT = 2  # the step before which bytes are counted: the first with all of the optimizer's state
@@ -45,10 +50,14 @@ class Recorder(amp.Observer):
         counter: StepCounter | None = None,
         limit: int | None = None,
         tell_limit: Callable[[], None] | None = None,
+        reads: ReadWatch | None = None,
     ) -> None:
         self._counter = counter
         self._limit = limit
         self._tell_limit = tell_limit
+        self._reads = reads
+        self._began: int | None = None
+        self.yardstick: Autocast | None = None
         self._is_over = False
         self._initialized = False
         self._refused = False
@@ -118,6 +127,9 @@ class Recorder(amp.Observer):
             optimizers = [optimizer for it in self._optimizers if (optimizer := it()) is not None]
             if self._bytes is None:
                 self._start = sample_weights(models)
+                self._began = time.time_ns()
+                if self._reads is not None:
+                    self._reads.look()
             self._bytes = count_bytes(models, optimizers, self._cast_bytes)
         if self._times.present.has_parts:
             self._update = self._times.clock.mark()
@@ -210,6 +222,9 @@ class Recorder(amp.Observer):
             metrics={name: short_metric(builder.build()) for name, builder in self._metrics.items()},
             start=self._start,
             waits=waits,
+            began=self._began,
+            uncast=self.yardstick is not None and self.yardstick.has_cast is False,
+            read=self._reads and self._reads.close(self._began),
             device=torch.cuda.get_device_name() if memory == "device" else "cpu",
             threads=torch.get_num_threads(),
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import ampatch as amp
 from ampatch import AmpError, AmpValueError
 from ampatch.sweeps.measure.memory import reset_peak
+from ampatch.sweeps.measure.reads import Audit, ReadWatch
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
 from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes.child import conditions
@@ -41,11 +42,14 @@ def require_here(timeout: float | None) -> None:
 def execute_here(train: Train) -> Execute:
     """Returns what executes a run of the function, in the place of `runner.execute`."""
 
+    audit = Audit()
+
     def execute(
         run: PlannedRun, timeout: float | None, on_steps: Callable[[int], None], stop: Stop
     ) -> RunRecord:
         reset_peak()
-        recorder = Recorder(limit=run.steps)
+        audit.listener = ReadWatch(run.earlier)
+        recorder = Recorder(limit=run.steps, reads=audit.listener)
         start = time.monotonic()
         error = train_here(train, run, recorder)
         seconds = time.monotonic() - start
@@ -57,7 +61,9 @@ def execute_here(train: Train) -> Execute:
         elif outcome is Ending.NO_STEPS:
             cause = NO_STEPS
         facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, "", measured)
-        return RunRecord(*facts, busy=measured.waits.busy if measured.waits else None)
+        audit.listener = None
+        busy = measured.waits.busy if measured.waits else None
+        return RunRecord(*facts, busy=busy, ended=time.time_ns())
 
     return execute
 

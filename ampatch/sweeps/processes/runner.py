@@ -15,6 +15,7 @@ from ampatch.sweeps.measure.steps import read_count
 from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes import ranks
 from ampatch.sweeps.processes.devices import VISIBLE
+from ampatch.sweeps.processes.isolation import copy_working_directory
 from ampatch.sweeps.processes.printed import find_printed
 from ampatch.sweeps.records.record import Ending, Measured, RunRecord
 from ampatch.sweeps.records.sweep_file import read_measured
@@ -40,7 +41,8 @@ def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], No
         inner = replace(run, directory=str(folder))
         grace, count = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS, inner.file("steps")
         sees = None if run.visible is None else {VISIBLE: run.visible}
-        with child_process(command_of(inner), log, run.seed, grace, environment=sees) as process:
+        place = copy_working_directory(folder / "copy") if run.isolate else None
+        with child_process(command_of(inner), log, run.seed, grace, None, sees, place) as process:
             has_ended = wait(process, timeout, stop, lambda: on_steps(read_count(count)))
             seconds = time.monotonic() - start
         measured = ranks.slowest(list(map(take_measured, ranks.list_ranks(inner))))
@@ -56,7 +58,7 @@ def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], No
     facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(log), measured)
     printed = find_printed(last_lines(log)) if outcome is Ending.FINISHED else ()
     busy = measured.waits.busy if measured and measured.waits else None
-    return RunRecord(*facts, busy=busy, printed=printed)
+    return RunRecord(*facts, busy=busy, printed=printed, ended=time.time_ns())
 
 
 def command_of(run: PlannedRun) -> list[str]:

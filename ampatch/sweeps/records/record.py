@@ -83,6 +83,24 @@ class Waits:
 
 
 @dataclass(frozen=True, slots=True)
+class Training:
+    """When a run trained: from its first step to its end, in nanoseconds since 1970, as files have them."""
+
+    run: str
+    began: int
+    ended: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilesRead:
+    """What a run read: a file that the earlier run `writer` wrote, or one from before that it wrote itself."""
+
+    file: str = ""
+    writer: str = ""
+    resumed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """The measurements of a run; None, or nothing, where there was nothing to measure.
 
@@ -91,7 +109,9 @@ class Measured:
     those a step. `skipped` are the steps that an overflow skipped. `memory` says which memory `peak_mib` is:
     "resident" or "device". Losses are kept by their `loss_id`, loss scales by the number of their scaler
     (where they changed), metrics by name. `first_loss` and `final_loss` are means of the first and the last
-    losses, `loss_noise` the standard error of the latter, `start` some weights before the first step.
+    losses, `loss_noise` the standard error of the latter, `start` some weights before the first step, and
+    `began` when that was, in nanoseconds. `read` says what it read that a run wrote. `uncast` says of the
+    yardstick that torch.autocast cast nothing.
     """
 
     initialized: bool = False
@@ -114,6 +134,9 @@ class Measured:
     metrics: dict[str, Curve] = field(default_factory=dict)
     start: tuple[float, ...] = ()
     waits: Waits | None = None
+    began: int | None = None
+    read: FilesRead | None = None
+    uncast: bool = False
     device: str = "cpu"
     threads: int = 1
 
@@ -135,7 +158,7 @@ class RunRecord:
     `busy` is the part of the processors' time that other programs took meanwhile, 0 where enough was
     left, None where that is not known. `log` is the file that took the script's output. If the run failed,
     `cause` says in one line why, and `last_lines` are the end of the log. `printed` is a metric that the log
-    ends with: its name, and the words that are there.
+    ends with: its name, and the words that are there. `ended` is when, in nanoseconds.
     """
 
     row: str
@@ -149,6 +172,18 @@ class RunRecord:
     measured: Measured | None = None
     busy: float | None = None
     printed: tuple[str, ...] = ()
+    ended: int = 0
+
+    @property
+    def name(self) -> str:
+        """Names the run among those of its sweep."""
+        return f"{self.row} seed {self.seed}" + (f" repeat {self.repeat}" if self.repeat else "")
+
+    @property
+    def training(self) -> Training:
+        """Returns when it trained; of a run that left nothing behind, all of its time counts."""
+        began = self.measured.began if self.measured else self.ended - int(self.seconds * 1e9)
+        return Training(self.name, self.ended if began is None else began, self.ended)
 
     @property
     def failed(self) -> bool:

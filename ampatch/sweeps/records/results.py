@@ -96,15 +96,17 @@ class Results:
 
 
 @contextmanager
-def open_results(out: str | None, *, has_page: bool = True) -> Iterator[Results]:
+def open_results(out: str | None, *, has_page: bool = True, keep: bool = False) -> Iterator[Results]:
     """Makes the folders for a sweep, and removes that of the logs if there are none in the end.
+
+    With `keep` the sweep that is there goes on.
 
     Raises AmpValueError if files cannot be written there.
     """
     if out is None:
         results = Results(None, Path(tempfile.mkdtemp(prefix=f"{DEFAULT}-")))
     else:
-        results = prepare(out, has_page)
+        results = prepare(out, has_page, keep)
     try:
         yield results
     finally:
@@ -120,6 +122,14 @@ def find_folder() -> str:
         return tempfile.mkdtemp(prefix=f"{DEFAULT}-")
     names = (DEFAULT if number == 1 else f"{DEFAULT}-{number}" for number in count(1))
     return next(name for name in names if is_free(Path(name)))
+
+
+def find_last() -> str:
+    """Returns the folder of the last sweep for which none was asked; raises AmpValueError without any."""
+    folders = [path.parent for path in Path().glob(f"{DEFAULT}*/{JSON}") if not is_foreign(path)]
+    if not folders:
+        raise AmpValueError(f"--resume: there is no {DEFAULT} with a {JSON} here: expected one, or --out")
+    return str(max(folders, key=lambda it: (it / JSON).stat().st_mtime_ns))
 
 
 def is_free(folder: Path) -> bool:
@@ -141,7 +151,7 @@ def is_foreign(path: Path) -> bool:
     return path.is_file() and f'"{FORMAT}"' not in path.read_text(encoding="utf-8", errors="replace")
 
 
-def prepare(out: str, has_page: bool) -> Results:
+def prepare(out: str, has_page: bool, keep: bool) -> Results:
     """Makes the folders, and tries whether files can be written there; raises AmpValueError if not."""
     if has_page:
         require("jinja2")  # of the page, which is written when all runs are through
@@ -155,12 +165,12 @@ def prepare(out: str, has_page: bool) -> Results:
             raise ArgumentError([("out", out, "another sweep writes there: expected a folder of its own")])
         with suppress(OSError):  # where there are no locks
             held = lock(folder)
-        holds_old = (folder / JSON).exists()
+        holds_old = (folder / JSON).exists() and not keep
         logs = folder / (NEW_LOGS if holds_old else LOGS)
         logs.mkdir(parents=True, exist_ok=True)
         for place in (folder, logs):
             tempfile.TemporaryFile(dir=place).close()
-        for path in logs.glob(OUR_LOGS):  # of a sweep that did not come to its first result
+        for path in () if keep else logs.glob(OUR_LOGS):  # of a sweep that did not come to its first result
             path.unlink()
     except OSError as error:
         if held is not None:

@@ -21,7 +21,8 @@ class Settings:
     """The arguments of a sweep; `rows` are its levels and variants, `arguments` the script's own.
 
     With a `budget`, in minutes, `repeat` is how often it came to be repeated. Runs went side by side on the
-    `devices`, if there are any.
+    `devices`, if there are any. With `isolate` each had a copy of the working directory. `digest` is that of
+    the script's text.
     """
 
     script: str
@@ -36,6 +37,8 @@ class Settings:
     tolerance: float = 2.0
     nproc_per_node: int | None = None
     devices: tuple[str, ...] = ()
+    isolate: bool = False
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class SweepRow:
     memory: float | None = None
     memory_to_fastest: float | None = None
     disturbed: str = ""
+    note: str = ""
 
     def describe(self, width: int = 0) -> str:
         """Writes the row in a line; its name takes so many characters."""

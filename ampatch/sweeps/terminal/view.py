@@ -78,6 +78,8 @@ def show(console: Console, sweep: Sweep) -> None:
     for row in sweep.rows:
         if said := said_of(row):
             tell(console, f"{keys[row.name]} {said}")
+        if row.note:
+            tell(console, f"{keys[row.name]} {row.note}")
     for record in sweep.records:
         if record.failed:
             say(console, failure_of(record, keys[record.row]))

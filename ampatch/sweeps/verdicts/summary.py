@@ -58,7 +58,15 @@ def make_row(
         verdict=verdict,
         reason=reason,
         disturbed=disturbed,
+        note=note_about(own),
     )
+
+
+def note_about(runs: Iterable[RunRecord]) -> str:
+    """Says so if a run went on from a file that was there before the sweep, and wrote it as well."""
+    files = [it.measured.read.resumed for it in runs if it.measured and it.measured.read]
+    named = next(filter(None, files), None)
+    return f"went on from {named!r}, which was there before the sweep, and wrote it" if named else ""
 
 
 def outcome_of(runs: Sequence[RunRecord]) -> Ending:

@@ -40,6 +40,8 @@ def judge(
     runs = [record for record in own if record.outcome is not Ending.INTERRUPTED]
     if not runs:
         return Verdict.UNKNOWN, "interrupted" if own else "not run"
+    if dependence := why_dependent(runs):
+        return Verdict.UNKNOWN, dependence
     if failure := why_failed(runs):
         return Verdict.FAILED, failure
     if name != BASELINE and began_elsewhere(runs, baseline):
@@ -48,10 +50,24 @@ def judge(
         return Verdict.DIVERGED, divergence
     if name == BASELINE:
         return Verdict.BASELINE, ""
+    if any(it.measured.uncast for it in runs if it.measured):
+        return Verdict.UNKNOWN, "torch.autocast cast none of its operations"
     if obstacle := why_not_compared(baseline, loss, metrics) or other_length(runs, baseline):
         return Verdict.UNKNOWN, obstacle
     inferiority = why_worse([("loss", loss), *metrics.items()], tolerance)
     return (Verdict.WORSE, inferiority) if inferiority else (Verdict.SAME, "")
+
+
+def why_dependent(runs: Sequence[RunRecord]) -> str:
+    """Says which file a run read that an earlier run of the sweep wrote; empty if none did."""
+    for it in runs:
+        read = it.measured.read if it.measured else None
+        if read and read.file:
+            return (
+                f"it read {read.file!r}, which the run {read.writer} wrote: give each run files of its own, "
+                "with {run} in the arguments of the script, or --isolate"
+            )
+    return ""
 
 
 def why_failed(runs: Sequence[RunRecord]) -> str:
