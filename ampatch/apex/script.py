@@ -186,8 +186,8 @@ def validate_file(name: str) -> None:
         raise AmpValueError(f"{name!r} does not exist: expected a Python script")
     if name.endswith(".ipynb"):
         raise AmpValueError(
-            f"{name!r} is a notebook: expected a Python script, such as `jupyter nbconvert --to script` makes "
-            "of it; in the notebook itself ampatch.sweep(train) sweeps a function of (opt_level, seed)"
+            f"{name!r} is a notebook: expected a Python script, such as `jupyter nbconvert --to script` "
+            "makes of it; in the notebook itself ampatch.sweep(train) sweeps a function of (opt_level, seed)"
         )
     importer = pkgutil.get_importer(path)
     if importer is not None and importer.find_spec("__main__") is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -13,23 +14,20 @@ from pathlib import Path
 
 from ampatch import AmpValueError
 from ampatch.apex.script import STDIN, Script
-from ampatch.sweeps.faults import MORE_THAN_0, validate_numbers
-from ampatch.sweeps.processes.devices import Device
 from ampatch.sweeps.processes.isolation import isolated
-from ampatch.sweeps.records.record import Training
-from ampatch.sweeps.records.sweep import Settings
+from ampatch.sweeps.rows import Settings, Training
 from ampatch.sweeps.switches import find_file
 from ampatch.sweeps.variant import Value, Variant
 
 SEED, LEVEL = "{seed}", "{level}"  # in the script's arguments
 LONGEST_SLUG = 100
+MORE_THAN_0 = math.ulp(0.0)  # the least number that is
 MOST_RUNS = 10_000  # a mistyped number of seeds is told at once, and not after a year
 DEFAULTS = Settings(script="", arguments=(), rows=())
 # What is expected of the numbers of a plan: the least of each, and in words.
 LEAST = {
     "seeds": (1, "1 or more"),
     "repeat": (1, "1 or more"),
-    "budget": (MORE_THAN_0, "minutes, more than 0"),
     "steps": (2, "2 or more: times are from step to step"),
     "warmup": (0, "a number of steps, 0 or more"),
     "timeout": (MORE_THAN_0, "seconds, more than 0"),
@@ -58,17 +56,20 @@ class PlannedRun:
     steps: int | None = None
     warmup: int = DEFAULTS.warmup
     nproc_per_node: int | None = None  # ranks, which torch.distributed.run starts
-    visible: str | None = None  # the GPU that it sees alone
     isolate: bool = False
     earlier: tuple[Training, ...] = ()  # runs of the sweep, whose files it must not read
 
     def file(self, kind: str) -> Path:
         """Returns the file of a kind.
 
-        The "log" takes what the script prints, and the child leaves the others: "steps" counts these, "json"
-        is what it measured, and "raised" a line about the exception that ended it.
+        The "log" takes what the script prints, and the child leaves the others: "json" is what it measured,
+        and "raised" a line about the exception that ended it.
         """
         return Path(self.directory, f"{slug(self.row)}-seed{self.seed}-repeat{self.repeat}.{kind}")
+
+    def identity(self) -> dict[str, object]:
+        """Returns what tells the run from others of its sweep: fields of a `Run`."""
+        return {"row": self.row, "seed": self.seed, "repeat": self.repeat}
 
     def to_json(self) -> str:
         """Writes the run as one line of JSON."""
@@ -102,14 +103,13 @@ def slug(row: str) -> str:
 class Plan:
     """A script with its arguments, the rows to train it at, and what was asked for beside.
 
-    Each row runs with each of so many seeds, and all of that as often as is asked for, one run on each device
-    at a time. Raises AmpValueError for what cannot work, all of the numbers at once.
+    Each row runs with each of so many seeds, and all of that as often as is asked for. Raises AmpValueError
+    for what cannot work, all of the numbers at once.
     """
 
     script: Script
     rows: tuple[Variant, ...]
     settings: Settings
-    devices: tuple[Device, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.script.is_module and self.script.name == STDIN:
@@ -119,22 +119,18 @@ class Plan:
         self.script.validate()
         if self.settings.isolate:
             isolated(self.script)
-        validate_numbers(asdict(self.settings), LEAST)
-        if self.count > MOST_RUNS:
-            raise AmpValueError(f"{self.count} runs: expected at most {MOST_RUNS:,}")
+        values = asdict(self.settings)
+        faults = [
+            f"{name} {value!r}: expected {expected}"
+            for name, (low, expected) in LEAST.items()
+            if (value := values[name]) is not None and not value >= low
+        ]
+        if faults:
+            raise AmpValueError("; ".join(faults))
+        if self.settings.runs > MOST_RUNS:
+            raise AmpValueError(f"{self.settings.runs} runs: expected at most {MOST_RUNS:,}")
         for row in self.rows:
             row.validate()
-
-    @property
-    def count(self) -> int:
-        """Returns how many runs there are."""
-        return len(self.rows) * self.settings.seeds * self.settings.repeat
-
-    @property
-    def may_repeat(self) -> bool:
-        """Says whether more repeats than were asked for are allowed."""
-        again = self.count + self.count // self.settings.repeat
-        return self.settings.budget is not None and again <= MOST_RUNS
 
     def runs(self) -> Iterator[PlannedRun]:
         """Yields the runs in the order in which they start, as yet without a directory.

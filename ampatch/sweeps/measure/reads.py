@@ -1,4 +1,4 @@
-"""What a run reads: a file that an earlier run of the sweep wrote while it trained has it go on from there."""
+"""What a run reads: a file that an earlier run wrote while it trained has it go on from there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ampatch.apex.script import Script
-from ampatch.sweeps.records.record import FilesRead, Training
+from ampatch.sweeps.rows import Training
 
 # Nothing that is trained is kept there, and what is there is made once for all runs.
 CODE = (".py", ".pyc", ".pyi", ".so", ".pyd", ".dll")
@@ -23,15 +23,20 @@ class ReadWatch:
 
     A file was written by the earlier run that trained when the file was last changed: what a run writes
     before its first step (a download, a cache of data) holds nothing trained. Files that C++ opens raise no
-    audit event; those in the folders are told by the time of their last access, where the file system keeps it.
+    audit event; those in the folders are told by the time of their last access, where the file system keeps
+    it.
     """
 
     def __init__(self, earlier: Sequence[Training], folders: Sequence[Path] = (Path(),)) -> None:
         self._earlier = earlier
         self._started = time.time_ns()
-        self._old: dict[str, int] = {}  # files from before the sweep that were read, and when they were changed
+        self._old: dict[
+            str, int
+        ] = {}  # files from before the sweep that were read, and when they were changed
         self._read: dict[str, str] = {}  # files of earlier runs, with these
-        self._accessed = {path: it.st_atime_ns for path, it in self._trained_files(folders)} if earlier else {}
+        self._accessed = (
+            {path: it.st_atime_ns for path, it in self._trained_files(folders)} if earlier else {}
+        )
         self._is_open = True
 
     def __call__(self, event: str, arguments: tuple) -> None:
@@ -79,13 +84,13 @@ class ReadWatch:
             if status.st_atime_ns != accessed and (writer := self._writer(status)):
                 self._read.setdefault(path, writer)
 
-    def close(self, began: int | None) -> FilesRead:
-        """Ends the watch of a run that began to train then, and says what it read."""
+    def close(self, began: int | None) -> dict[str, str]:
+        """Ends the watch of a run that began to train then, and says what it read: fields of a `Run`."""
         self.look()
         self._is_open = False
         resumed = [path for path, old in self._old.items() if began and is_changed(path, old, began)]
         file, writer = next(iter(self._read.items()), ("", ""))
-        return FilesRead(shorten(file), writer, shorten(next(iter(resumed), "")))
+        return {"read": shorten(file), "writer": writer, "resumed": shorten(next(iter(resumed), ""))}
 
 
 class Audit:
@@ -102,7 +107,7 @@ class Audit:
 
 
 def folders_of(script: Script) -> tuple[Path, ...]:
-    """Returns where a script reads and writes if it names no other place: the working directory, and its own."""
+    """Returns where a script reads and writes by default: in the working directory, and its own."""
     return (Path(), Path()) if script.is_module else (Path(), Path(script.name).parent)
 
 

@@ -142,7 +142,7 @@ def register_first(module: Module, hook: ModelHook) -> Callable[[], None]:
 
 
 def has_half(output: Tensor) -> bool:
-    """Says whether an operation that led to a tensor gave a half one, or was compiled, so that none can tell."""
+    """Says whether an operation that led to a tensor gave a half one, or may have: it was compiled."""
     pending, seen = [output.grad_fn], set()
     while pending:
         node = pending.pop()

@@ -33,9 +33,9 @@ def isolated(script: Script) -> Script:
     size = sum(sizes_below(here))
     if size > MOST_BYTES:
         raise AmpValueError(
-            f"--isolate copies the working directory for each run, and it holds {size / 2**30:.1f} GiB: expected "
-            f"{MOST_BYTES / 2**30:.0f} GiB at the most; put a symbolic link in the place of the data, or give "
-            "each run files of its own by {run} in the arguments of the script"
+            f"--isolate copies the working directory for each run, which holds {size / 2**30:.1f} GiB: "
+            f"expected {MOST_BYTES / 2**30:.0f} GiB at the most; put a symbolic link in the place of the "
+            "data, or give each run files of its own by {run} in the arguments of the script"
         )
     return script if script.is_module else replace(script, name=str(path.relative_to(here)))
 
