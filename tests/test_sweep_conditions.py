@@ -1,12 +1,10 @@
 """The conditions of a sweep's run: seeds, what it waits for, and the yardstick, which casts as torch does."""
 
 import os
-import random
 import subprocess
 import sys
 import time
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -17,62 +15,6 @@ import ampatch as amp
 from ampatch.sweeps.measure import load
 from ampatch.sweeps.measure.yardstick import Autocast
 from ampatch.sweeps.variant import parse_variant
-from ampatch.tools.seeds import SHIFT, set_seeds, shifted_seeds
-
-
-def draw():
-    return random.random(), numpy.random.rand(), torch.rand(()).item()
-
-
-# Seeds
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [
-        lambda seed: random.seed(int(seed)),  # which takes no other
-        lambda seed: random.seed(a=int(seed), version=2),
-        lambda seed: numpy.random.seed(seed),
-        lambda seed: torch.manual_seed(seed),
-        lambda seed: torch.manual_seed(seed=seed),
-        lambda seed: torch.random.manual_seed(seed),
-    ],
-    ids=["random", "random, by name", "numpy", "torch", "torch, by name", "torch.random"],
-)
-@pytest.mark.parametrize("kind", [int, numpy.int64])
-def test_the_seeds_that_a_script_sets_are_shifted(seed, kind):
-    set_seeds(0)
-    seed(3 + 2 * SHIFT)
-    expected = draw()
-    set_seeds(0)
-    with shifted_seeds(2):
-        seed(kind(3))
-    assert draw() == expected
-
-
-@pytest.mark.parametrize("seed", [2**32 - 1, 0])
-def test_a_shifted_seed_is_one_that_numpy_takes(seed):
-    with shifted_seeds(5):
-        numpy.random.seed(seed)
-
-
-def test_generators_of_the_script_keep_their_seeds():
-    with shifted_seeds(1):
-        mine = torch.rand((), generator=torch.Generator().manual_seed(3))
-        theirs = numpy.random.default_rng(3).random()
-    assert mine == torch.rand((), generator=torch.Generator().manual_seed(3))
-    assert theirs == numpy.random.default_rng(3).random()
-
-
-def test_seeding_functions_are_themselves_again():
-    before = torch.manual_seed, random.seed, numpy.random.seed, torch.cuda.manual_seed_all
-    with shifted_seeds(0):
-        assert torch.manual_seed is before[0]
-    with shifted_seeds(1):
-        assert torch.manual_seed is not before[0]
-        assert torch.manual_seed.__name__ == "manual_seed"
-    assert (torch.manual_seed, random.seed, numpy.random.seed, torch.cuda.manual_seed_all) == before
-
 
 # What a run waits for
 
