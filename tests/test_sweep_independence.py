@@ -14,8 +14,9 @@ from torch import nn
 
 import ampatch as amp
 import ampatch.__main__
-from ampatch.sweeps.measure.reads import ReadWatch, Training
+from ampatch.sweeps.measure.reads import ReadWatch
 from ampatch.sweeps.measure.yardstick import Autocast
+from ampatch.sweeps.rows import Training
 from fresh import RUNS_ARE_FORKS
 from helpers import wait_until
 
@@ -145,23 +146,30 @@ def open_of(path, flags=os.O_RDONLY):
 def test_a_file_is_read_where_it_is_opened_for_that(watched, flags, is_read):
     watched(*open_of("last.bin", flags))
     found = watched.close(None)
-    assert (found.file, found.writer) == (("last.bin", "A") if is_read else ("", ""))
+    assert (found["read"], found["writer"]) == (("last.bin", "A") if is_read else ("", ""))
 
 
 def test_whatever_is_opened_ends_no_script(watched):
     for path in (3, None, "absent", "nul\0", b"\xff", "."):
         watched(*open_of(path))
-    assert watched.close(None).file == ""
+    assert watched.close(None)["read"] == ""
+
+
+def test_what_the_system_shows_as_files_was_written_by_nobody(tmp_path):
+    everything = ReadWatch([Training("A", 0, 2**63)], [tmp_path])
+    for path in ("/proc/self/status", "/dev/null"):
+        everything(*open_of(path))
+    assert everything.close(None)["read"] == ""
 
 
 def test_what_a_run_wrote_itself_and_code_are_its_own(watched, tmp_path):
     time.sleep(0.02)
     (tmp_path / "own").write_text("x")
     (tmp_path / "last.py").write_text("x")
-    os.utime("last.py", ns=[(tmp_path / "last.bin").stat().st_mtime_ns] * 2)
+    os.utime("last.py", ns=((tmp_path / "last.bin").stat().st_mtime_ns,) * 2)
     for name in ("own", "last.py"):
         watched(*open_of(name))
-    assert watched.close(None).file == ""
+    assert watched.close(None)["read"] == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file system that keeps times of access")
@@ -170,7 +178,7 @@ def test_a_file_that_is_opened_without_python_is_seen_in_its_folder(watched):
     number = library.open(b"last.bin", os.O_RDONLY)
     assert library.read(number, ctypes.create_string_buffer(3), 3) == 3
     library.close(number)
-    assert watched.close(None).file == "last.bin"
+    assert watched.close(None)["read"] == "last.bin"
 
 
 # ---- The yardstick is on wherever the model computes ----

@@ -13,6 +13,7 @@ from ampatch.apex.script import Script
 from ampatch.sweeps.rows import Training
 
 # Nothing that is trained is kept there, and what is there is made once for all runs.
+SYSTEM = ("/proc/", "/sys/", "/dev/")  # where nothing is stored
 CODE = (".py", ".pyc", ".pyi", ".so", ".pyd", ".dll")
 CACHES = frozenset(("__pycache__", ".cache", ".triton", ".git", "site-packages"))
 MOST_FILES = 10_000  # that are looked at in a folder, or kept in mind
@@ -126,7 +127,8 @@ def is_code_or_cache(path: str) -> bool:
     >>> is_code_or_cache("/home/ada/.cache/torch/x.bin"), is_code_or_cache("/home/ada/out/last.pt")
     (True, False)
     """
-    return path.endswith(CODE) or "torchinductor_" in path or not CACHES.isdisjoint(path.split(os.sep))
+    is_cache = "torchinductor_" in path or not CACHES.isdisjoint(path.split(os.sep))
+    return is_cache or path.endswith(CODE) or path.startswith(SYSTEM)
 
 
 def files_in(folders: set[Path]) -> Iterator[str]:
