@@ -371,6 +371,7 @@ def test_where_a_faster_level_is_unsure_that_is_what_cannot_be_told():
     assert "O5 runs at 2.00x the speed of O0: accuracy 0.136, 1.45 % below O0, which one" in found.reason
     slow = summary(run("O0", accuracy=69 / 500), run("O5", ms=20.0, accuracy=68 / 500)).recommendation
     assert (slow.outcome, slow.row) == (Outcome.STAY, "O0")
+    assert "and those of which one seed cannot tell are slower: O5 unsure." in slow.reason
 
 
 def test_a_level_that_went_on_from_another_run_is_not_compared():
@@ -378,6 +379,7 @@ def test_a_level_that_went_on_from_another_run_is_not_compared():
     found = summary(run("O0"), leaked)
     assert found.rows[1].reason == f"it read 'last.pt', which the run O0 seed 0 wrote: {OWN_FILES}"
     assert found.recommendation.outcome is Outcome.UNKNOWN
+    assert summary(run("O0"), replace(leaked, step_ms=40.0, step_ms_low=39.0)).recommendation.row is None
     assert row("O4", run("O0"), replace(leaked, outcome=Ending.NO_STEPS, steps=0)).verdict is UNKNOWN
     both = summary(replace(leaked, row="O0"), run("O4", ms=5.0)).recommendation
     assert both.reason.startswith("O0 cannot be compared with: it read 'last.pt'")

@@ -116,7 +116,7 @@ def choose(
         )
     if faster:
         return take(best, f"{describe(best, o0, 'as fast')}, and is as accurate: {accuracy(best)}.")
-    open_rows = [row for row in others if is_open(row, o0)]
+    open_rows = [row for row in others if is_open(row, o0, is_alone=best is None)]
     if open_rows:
         none = all(row.verdict is Verdict.UNKNOWN for row in others) and len(open_rows) == len(others)
         first = "No level can be compared with O0. " if none else ""
@@ -125,7 +125,9 @@ def choose(
         return unknown(f"O0 cannot be relied on ({o0.reason}), and no level of its accuracy is faster.")
     if best is None:
         verdicts = ", ".join(f"{row.name} {unknown_or(row)}" for row in others)
-        return stay(f"No other level has the accuracy of O0: {verdicts}.")
+        unsure = any(row.verdict is Verdict.UNSURE for row in others)
+        slower = ", and those of which one seed cannot tell are slower" if unsure else ""
+        return stay(f"No other level has the accuracy of O0{slower}: {verdicts}.")
     fastest = max((row.speed for row in rows if row.speed and row is not o0), default=1)
     first = "" if fastest * FASTER > 1 else f"{why_slow(environment, rows)} "
     but = (
@@ -161,11 +163,16 @@ def is_undecided(row: Level, o0: Level) -> bool:
     return overlap and row.step_ms_low * FASTER <= o0.step_ms_high
 
 
-def is_open(row: Level, o0: Level) -> bool:
-    """Says whether a row was not compared, or not surely, and may be faster than O0."""
+def is_open(row: Level, o0: Level, *, is_alone: bool) -> bool:
+    """Says whether a row was not compared, or not surely, and may be faster than O0.
+
+    Where no other row is as accurate, one that was not compared is open however fast it is.
+    """
     may_be_faster = row.step_ms is None or row.step_ms_low * FASTER <= o0.step_ms_high
     was_run = row.outcome is not Ending.INTERRUPTED
-    return row.verdict in (Verdict.UNKNOWN, Verdict.UNSURE) and was_run and may_be_faster
+    if row.verdict is Verdict.UNKNOWN:
+        return was_run and (is_alone or may_be_faster)
+    return row.verdict is Verdict.UNSURE and may_be_faster
 
 
 def takes_more(row: Level, o0: Level, environment: Environment) -> bool:
