@@ -1,5 +1,6 @@
 """Runs of a sweep are compared if they are independent: no run goes on from what another one wrote."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -24,7 +25,6 @@ from helpers import wait_until
 TRAIN = """
 import os, sys, torch
 import ampatch as amp
-import ampatch.__main__
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -233,10 +233,15 @@ def test_a_yardstick_that_cast_nothing_says_so_and_is_not_compared():
 # ---- Going on with a sweep ----
 
 
+@contextlib.contextmanager
 def command(folder, *arguments):
     words = [sys.executable, "-m", "ampatch", "sweep", "train.py", "--levels", "O0,O4,O5"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*words, *arguments], cwd=folder, **pipes)
+    with subprocess.Popen([*words, *arguments], cwd=folder, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 # The third run waits until it is ended; with a file `go` none does.
@@ -253,7 +258,7 @@ def test_resume_makes_the_runs_that_are_missing_and_no_other(tmp_path, number):
     arguments = ["--", "{run}.pt"]
     with command(tmp_path, *arguments) as process:
         ran = tmp_path / "ran"
-        wait_until(lambda: ran.exists() and ran.stat().st_size == 3, seconds=120)
+        wait_until(lambda: ran.exists() and ran.stat().st_size == 3)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     if number is signal.SIGINT:
