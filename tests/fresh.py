@@ -57,6 +57,7 @@ class Fork(subprocess.Popen):
         if self.pid:
             return
         os.setsid()
+        os.chdir(options[4] or '.')
         for number, file in enumerate((read, out, error)):
             os.dup2(file, number)
         status = 1

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import re
+import sys
 import time
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,3 +218,15 @@ def import_torchvision():
             schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             torch.library.define(f"torchvision::{op}", schema)
         importlib.import_module("torchvision")
+
+
+def is_alive(pid):
+    """Says whether a process runs; one that has ended and waits to be asked does not."""
+    status = Path(f"/proc/{pid}/stat")
+    if status.exists():
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return sys.platform != "linux"

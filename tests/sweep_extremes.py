@@ -3,9 +3,8 @@
 import math
 from dataclasses import replace
 
-from ampatch.sweeps.records.record import Bytes, Curve, Ending, RunRecord
-from ampatch.sweeps.records.sweep import Distance, Recommendation, Sweep, SweepRow, Verdict
-from ampatch.sweeps.verdicts.summary import summarize
+from ampatch.sweeps.judge.summary import summarize
+from ampatch.sweeps.rows import Curve, Distance, Ending, Level, Outcome, Recommendation, Run, Sweep, Verdict
 from sweep_samples import CRASHING, ENVIRONMENT, KINDS, SETTINGS, sample_record, sample_sweep
 
 HOSTILE = "O2 <script>alert('x')</script> & \"quoted\" loss_scale=128"
@@ -31,7 +30,7 @@ def extreme_sweeps() -> dict[str, Sweep]:
 
 def nothing() -> Sweep:
     """Returns a sweep that was interrupted before its first run ended."""
-    return Sweep(SETTINGS, ENVIRONMENT, (), (), Recommendation(None, "nothing was measured"))
+    return Sweep(SETTINGS, ENVIRONMENT, (), (), Recommendation(Outcome.UNKNOWN, None, "nothing was measured"))
 
 
 def hostile_sweep() -> Sweep:
@@ -51,30 +50,28 @@ def hostile_sweep() -> Sweep:
         sweep,
         records=(*records, failed_record(HOSTILE)),
         rows=tuple(map(hostile_row, sweep.rows)),
-        recommendation=Recommendation(HOSTILE, "</p><b>faster & <i>better"),
+        recommendation=Recommendation(Outcome.TAKE, HOSTILE, "</p><b>faster & <i>better"),
     )
 
 
-def hostile_record(record: RunRecord) -> RunRecord:
-    """Returns a run with two losses, two scalers, and metrics of hostile names."""
-    it = record.measured
-    losses = {"0": it.losses["0"], "<1>": it.losses["0"]}
-    scales = {"0": it.loss_scales["0"], "1": Curve((1, 30), (0.0, math.inf))}
-    metrics = dict.fromkeys(METRICS, it.metrics["accuracy"])
-    return replace(record, measured=replace(it, losses=losses, loss_scales=scales, metrics=metrics))
+def hostile_record(run: Run) -> Run:
+    """Returns a run with two losses, and metrics of hostile names."""
+    losses = {"0": run.losses["0"], "<1>": run.losses["0"]}
+    return replace(run, losses=losses, metrics=dict.fromkeys(METRICS, run.metrics["accuracy"]))
 
 
-def hostile_row(row: SweepRow) -> SweepRow:
+def hostile_row(row: Level) -> Level:
     """Returns a row whose metrics have hostile names."""
     far = Distance(-1.234e-7, 0.9, -31_234_567.0, 1e-9, "percent")
     return replace(row, metrics=dict.fromkeys(METRICS, far), reason="because " + "<y>" * 60)
 
 
-def failed_record(name: str) -> RunRecord:
+def failed_record(name: str) -> Run:
     """Returns a run whose log has colours, control characters and lines without an end."""
     lines = ("\x1b[31mred\x1b[0m \x00\x07", "z" * 5000, "</pre><script>alert(2)</script>", "\udcff lone")
     cause = "ValueError: " + "<" * 300
-    return RunRecord(name, 0, 0, Ending.TIMED_OUT, 1e6, cause, (*lines, *lines * 20), "/l" * 120 + ".log")
+    log = "/l" * 120 + ".log"
+    return Run(name, 0, 0, Ending.TIMED_OUT, 1e6, cause, log, (*lines, *lines * 20))
 
 
 def huge_sweep() -> Sweep:
@@ -82,25 +79,24 @@ def huge_sweep() -> Sweep:
     sweep = sample_sweep(("O0", "O1", "O5"), seeds=1, steps=30)
     values = (1e300, -1e300, math.nan, math.inf, 1e-300, 0.0) * 5
     curve = Curve(tuple(range(1, 31)), values)
-    records = []
-    for record in sweep.records:
-        scales = {"0": Curve((1, 5, 9), (2.0**120, 2.0**-120, 2.0**30))}
-        measured = replace(
-            record.measured, losses={"0": curve}, metrics={"perplexity": curve}, loss_scales=scales
-        )
-        measured = replace(measured, bytes=Bytes(10**15, 0, 0, 3, 0), final_loss=math.inf)
-        records.append(replace(record, measured=measured))
-    rows = tuple(huge_row(row) for row in sweep.rows)
-    return replace(sweep, records=tuple(records), rows=rows)
+    huge = {
+        "losses": {"0": curve},
+        "metrics": {"perplexity": curve},
+        "kept_mib": 1e15,
+        "final_loss": math.inf,
+    }
+    records = tuple(replace(run, **huge) for run in sweep.records)
+    return replace(sweep, records=records, rows=tuple(map(huge_row, sweep.rows)))
 
 
-def huge_row(row: SweepRow) -> SweepRow:
+def huge_row(row: Level) -> Level:
     """Returns a row with numbers of twenty digits."""
     far = Distance(1.23456e250, -1e250, math.inf, 0.0, "percent")
     return replace(
         row,
-        step_ms=replace(row.step_ms, median=98765432.1, low=0.0, high=math.inf),
-        samples_per_second=1e22,
+        step_ms=98765432.1,
+        step_ms_low=0.0,
+        step_ms_high=math.inf,
         peak_mib=123456789.0,
         memory=1e9,
         loss=far,

@@ -3,9 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Ending, Measured, RunRecord, Spread
-from ampatch.sweeps.records.sweep import Environment, Settings, Sweep
-from ampatch.sweeps.verdicts.summary import summarize
+from ampatch.sweeps.judge.summary import summarize
+from ampatch.sweeps.rows import Curve, Ending, Environment, Run, Settings, Sweep
 
 WEIGHTS = 11_689_512  # of a ResNet-18
 VARIANT = "O2 keep_batchnorm_fp32=False loss_scale=128"
@@ -50,27 +49,25 @@ ENVIRONMENT = Environment(
 )
 
 
-def run(
-    row="O1",
-    loss=0.5,
-    *,
-    seed=0,
-    repeat=0,
-    outcome=Ending.FINISHED,
-    ms=10.0,
-    mib=100.0,
-    noise=None,
-    first=2.0,
-    **fields,
-) -> RunRecord:
-    """Returns a run of 100 steps; `fields` that `Measured` does not have are metrics, a number or several."""
-    known = {name: fields.pop(name) for name in list(fields) if name in Measured.__dataclass_fields__}
+def run(row="O1", loss=0.5, *, ms=10.0, mib=100.0, noise=None, first=2.0, **fields) -> Run:
+    """Returns a run of 100 steps; `fields` that `Run` does not have are metrics, a number or several.
+
+    `ms` is the time of a step, or its median with both quartiles.
+    """
+    known = {name: fields.pop(name) for name in list(fields) if name in Run.__dataclass_fields__}
     values = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
     metrics = {name: Curve(tuple(range(len(it))), it) for name, it in values.items()}
-    times = None if ms is None else Spread(ms, 0.95 * ms, 1.05 * ms, 100)
-    given = {"steps": 100, "step_ms": times, "peak_mib": mib, "metrics": metrics}
-    given |= {"first_loss": first, "final_loss": loss, "loss_noise": noise}
-    return RunRecord(row, seed, repeat, outcome, 1.0, measured=Measured(**given | known))
+    given = {"steps": 100, "seconds": 1.0, "peak_mib": mib, "metrics": metrics, **times(ms)}
+    given |= {"first_loss": first, "final_loss": loss, "loss_noise": noise, "initialized": True}
+    return Run(row, **given | known)
+
+
+def times(ms) -> dict:
+    """Returns the fields of a time of a step: its median, and quartiles that are given or lie 5 % away."""
+    if ms is None:
+        return {}
+    median, low, high = ms if isinstance(ms, tuple) else (ms, 0.95 * ms, 1.05 * ms)
+    return {"step_ms": median, "step_ms_low": low, "step_ms_high": high, "timed": 100}
 
 
 # ---- A whole sweep ----
@@ -85,21 +82,19 @@ class Kind:
     peak: float
     loss: float
     accuracy: float
-    weight_bytes: int = 4  # of a parameter
-    masters: bool = False
-    cast_bytes: int = 0
+    kept_bytes: int = 12  # of a parameter, with its gradient, its momentum, its master and a cast
     scale: str = "none"  # "none", "fixed" or "dynamic"
 
 
 KINDS = (
     Kind("O0", 41.8, 5210, 0.214, 0.9312),
-    Kind("O1", 21.4, 3140, 0.2151, 0.9308, cast_bytes=2, scale="dynamic"),
-    Kind("O2", 17.2, 2790, 0.2163, 0.9301, 2, masters=True, scale="dynamic"),
-    Kind("O3", 15.9, 2600, math.nan, 0.1000, 2),
-    Kind("O4", 21.9, 3150, 0.2146, 0.9310, cast_bytes=2),
-    Kind("O5", 16.1, 2795, 0.2155, 0.9305, 2, masters=True),
-    Kind("autocast", 22.8, 3180, 0.2149, 0.9311, cast_bytes=2, scale="dynamic"),
-    Kind(VARIANT, 16.9, 2785, 0.2312, 0.9224, 2, masters=True, scale="fixed"),
+    Kind("O1", 21.4, 3140, 0.2151, 0.9308, kept_bytes=14, scale="dynamic"),
+    Kind("O2", 17.2, 2790, 0.2163, 0.9301, 16, scale="dynamic"),
+    Kind("O3", 15.9, 2600, math.nan, 0.1000, 6),
+    Kind("O4", 21.9, 3150, 0.2146, 0.9310, kept_bytes=14),
+    Kind("O5", 16.1, 2795, 0.2155, 0.9305, 16),
+    Kind("autocast", 22.8, 3180, 0.2149, 0.9311, kept_bytes=14, scale="dynamic"),
+    Kind(VARIANT, 16.9, 2785, 0.2312, 0.9224, 16, scale="fixed"),
     Kind(CRASHING, 0, 0, 0, 0),
 )
 
@@ -114,62 +109,47 @@ def sample_sweep(
     return summarize(settings, ENVIRONMENT, records)
 
 
-def sample_record(kind: Kind, seed: int, steps: int, metrics: bool = True) -> RunRecord:
+def sample_record(kind: Kind, seed: int, steps: int, metrics: bool = True) -> Run:
     """Returns a run of a row; its loss and metrics differ a little from those of other seeds."""
     log = f"logs/{'-'.join(kind.name.replace('=', '-').split())}-seed{seed}-repeat0.log"
+    which = {
+        "row": kind.name,
+        "seed": seed,
+        "log": log,
+        "memory": "device",
+        "device": "cuda:0",
+        "threads": 32,
+    }
     if kind.name == CRASHING:
-        measured = Measured(initialized=True, memory="device", device="cuda:0", threads=32)
-        how = Ending.CRASHED, 4.2 + seed / 10, TRACEBACK[-1], TRACEBACK
-        return RunRecord(kind.name, seed, 0, *how, log, measured)
-    measured = sample_measured(kind, seed - 1, steps, metrics)
-    return RunRecord(
-        kind.name, seed, 0, Ending.FINISHED, 3 + steps * kind.ms / 1000, log=log, measured=measured
-    )
+        how = {
+            "outcome": Ending.CRASHED,
+            "seconds": 4.2 + seed / 10,
+            "cause": TRACEBACK[-1],
+            "lines": TRACEBACK,
+        }
+        return Run(**which, **how, initialized=True)
+    return Run(**which, seconds=3 + steps * kind.ms / 1000, **sample_fields(kind, seed - 1, steps, metrics))
 
 
-def sample_measured(kind: Kind, luck: int, steps: int, metrics: bool) -> Measured:
-    """Returns what was measured in a run that finished."""
-    loss = kind.loss + 0.003 * luck
-    scales = scale_curve(kind, steps)
+def sample_fields(kind: Kind, luck: int, steps: int, metrics: bool) -> dict:
+    """Returns what was measured in a run that finished; times lean to the slow side, as times do."""
+    loss, scales = kind.loss + 0.003 * luck, scale_curve(kind, steps)
     pairs = zip(scales.values, scales.values[1:], scales.steps[1:], strict=False)
-    return Measured(
-        initialized=True,
-        steps=steps,
-        skipped=tuple(step - 1 for old, new, step in pairs if new < old),
-        step_ms=spread(kind.ms, steps),
-        forward_ms=spread(kind.ms * 0.31, steps),
-        backward_ms=spread(kind.ms * 0.55, steps),
-        update_ms=spread(kind.ms * 0.09, steps),
-        samples=128.0,
-        memory="device",
-        peak_mib=kind.peak,
-        bytes=bytes_of(kind),
-        casts=CastRate(41.5, 62.0) if kind.cast_bytes else None,
-        losses={"0": loss_curve(loss, steps)},
-        first_loss=2.3 if steps else None,
-        final_loss=loss if steps else None,
-        loss_noise=0.004,
-        loss_scales={"0": scales},
-        metrics=metric_curves(kind.accuracy + 0.0014 * luck, steps) if metrics else {},
-        device="cuda:0",
-        threads=32,
-    )
-
-
-def spread(ms: float, steps: int) -> Spread | None:
-    """Returns a spread that leans to the slow side, as times do."""
-    return Spread(median=ms, low=ms * 0.985, high=ms * 1.04, count=steps - 1) if steps > 1 else None
-
-
-def bytes_of(kind: Kind) -> Bytes:
-    """Returns the bytes of a model whose optimizer keeps one float32 momentum of each weight."""
-    return Bytes(
-        parameters=WEIGHTS * kind.weight_bytes,
-        masters=WEIGHTS * 4 if kind.masters else 0,
-        gradients=WEIGHTS * (kind.weight_bytes + 4 * kind.masters),
-        optimizer_state=WEIGHTS * (4 if kind.masters else kind.weight_bytes),
-        casts=WEIGHTS * kind.cast_bytes,
-    )
+    timed = times((kind.ms, kind.ms * 0.985, kind.ms * 1.04)) | {"timed": steps - 1}
+    return {
+        "initialized": True,
+        "steps": steps,
+        "skipped": tuple(step - 1 for old, new, step in pairs if new < old),
+        **(timed if steps > 1 else {}),
+        "peak_mib": kind.peak,
+        "kept_mib": WEIGHTS * kind.kept_bytes / 2**20,
+        "losses": {"0": loss_curve(loss, steps)},
+        "first_loss": 2.3 if steps else None,
+        "final_loss": loss if steps else None,
+        "loss_noise": 0.004,
+        "loss_scale": scales.values[-1] if steps else None,
+        "metrics": metric_curves(kind.accuracy + 0.0014 * luck, steps) if metrics else {},
+    }
 
 
 def loss_curve(final: float, steps: int) -> Curve:

@@ -18,7 +18,7 @@ import ampatch as amp
 ROOT = os.path.dirname(amp.__file__) + os.sep
 MOST_CALLS = {"O0": 30, "O1": 80, "O2": 90, "O4": 45, "O5": 70}
 # Before torch 2.10 a half parameter holds no float32 gradient by itself: each is given one by a call.
-EXTRA = 0 if hasattr(torch.Tensor, "grad_dtype") else 40
+EXTRA = 0 if hasattr(torch.Tensor, "grad_dtype") else 80
 
 
 def list_calls(level):

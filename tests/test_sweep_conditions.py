@@ -1,12 +1,10 @@
 """The conditions of a sweep's run: seeds, what it waits for, and the yardstick, which casts as torch does."""
 
 import os
-import random
 import subprocess
 import sys
 import time
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,65 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
-from ampatch.sweeps.measure import waits
+from ampatch.sweeps.measure import load
 from ampatch.sweeps.measure.yardstick import Autocast
 from ampatch.sweeps.variant import parse_variant
-from ampatch.tools.seeds import SHIFT, set_seeds, shifted_seeds
-
-
-def draw():
-    return random.random(), numpy.random.rand(), torch.rand(()).item()
-
-
-# Seeds
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [
-        lambda seed: random.seed(int(seed)),  # which takes no other
-        lambda seed: random.seed(a=int(seed), version=2),
-        lambda seed: numpy.random.seed(seed),
-        lambda seed: torch.manual_seed(seed),
-        lambda seed: torch.manual_seed(seed=seed),
-        lambda seed: torch.random.manual_seed(seed),
-    ],
-    ids=["random", "random, by name", "numpy", "torch", "torch, by name", "torch.random"],
-)
-@pytest.mark.parametrize("kind", [int, numpy.int64])
-def test_the_seeds_that_a_script_sets_are_shifted(seed, kind):
-    set_seeds(0)
-    seed(3 + 2 * SHIFT)
-    expected = draw()
-    set_seeds(0)
-    with shifted_seeds(2):
-        seed(kind(3))
-    assert draw() == expected
-
-
-@pytest.mark.parametrize("seed", [2**32 - 1, 0])
-def test_a_shifted_seed_is_one_that_numpy_takes(seed):
-    with shifted_seeds(5):
-        numpy.random.seed(seed)
-
-
-def test_generators_of_the_script_keep_their_seeds():
-    with shifted_seeds(1):
-        mine = torch.rand((), generator=torch.Generator().manual_seed(3))
-        theirs = numpy.random.default_rng(3).random()
-    assert mine == torch.rand((), generator=torch.Generator().manual_seed(3))
-    assert theirs == numpy.random.default_rng(3).random()
-
-
-def test_seeding_functions_are_themselves_again():
-    before = torch.manual_seed, random.seed, numpy.random.seed, torch.cuda.manual_seed_all
-    with shifted_seeds(0):
-        assert torch.manual_seed is before[0]
-    with shifted_seeds(1):
-        assert torch.manual_seed is not before[0]
-        assert torch.manual_seed.__name__ == "manual_seed"
-    assert (torch.manual_seed, random.seed, numpy.random.seed, torch.cuda.manual_seed_all) == before
-
 
 # What a run waits for
 
@@ -96,7 +38,7 @@ def test_how_long_a_cgroup_was_stopped_is_read_where_it_is_counted(tmp_path, gro
     for name, text in files.items():
         (tmp_path / "fs" / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name / "cpu.stat").write_text(f"{text}\n")
-    assert waits.read_throttled(tmp_path / "groups", tmp_path / "fs") == seconds
+    assert load.read_throttled(tmp_path / "groups", tmp_path / "fs") == seconds
 
 
 needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux pins processes")
@@ -107,7 +49,7 @@ BUSY_ON = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(fl
 @pytest.mark.parametrize("counted", [True, False], ids=["schedstat", "switches alone"])
 def test_a_thread_that_shares_its_processor_waits_for_half_of_its_time(monkeypatch, counted):
     if not counted:
-        monkeypatch.setattr(waits, "read_threads", dict)
+        monkeypatch.setattr(load, "read_threads", dict)
     before = os.sched_getaffinity(0)
     core = min(before)
     command = [sys.executable, "-S", "-c", BUSY_ON, str(core)]
@@ -115,25 +57,23 @@ def test_a_thread_that_shares_its_processor_waits_for_half_of_its_time(monkeypat
         try:
             other.stdout.readline()
             os.sched_setaffinity(0, {core})
-            waiting, ran = waits.Waiting(), time.process_time()
+            waiting, ran = load.Load(), time.process_time()
             while time.process_time() - ran < 0.3:
                 pass
-            found = waiting.result(30)
+            found = waiting.fields(30)
         finally:
             os.sched_setaffinity(0, before)
             other.kill()
-    assert found.waited > 0.25  # more programs may have been there
-    assert found.forced > 1
-    assert found.processor_ms == pytest.approx(10, rel=0.2)  # of 0.3 seconds, whoever else was there
+    assert found["waited"] > 0.25  # more programs may have been there
+    assert found["processor_ms"] == pytest.approx(10, rel=0.2)  # of 0.3 seconds, whoever else was there
 
 
 def test_where_nobody_counts_nothing_is_known_and_nothing_raises(monkeypatch):
     nothing = {"read_threads": dict, "read_switches": lambda: (0, 0), "read_throttled": lambda: None}
     for name, read in nothing.items():
-        monkeypatch.setattr(waits, name, read)
-    monkeypatch.setattr("ampatch.sweeps.environment.read_times", lambda path, cpus: [])
-    found = waits.Waiting().result(0)
-    assert (found.busy, found.waited, found.throttled, found.processor_ms) == (None,) * 4
+        monkeypatch.setattr(load, name, read)
+    monkeypatch.setattr(load, "read_times", lambda path, cpus: [])
+    assert set(load.Load().fields(0).values()) == {None}
 
 
 # The yardstick

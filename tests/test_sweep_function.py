@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.sweeps.records.record import Ending
-from ampatch.sweeps.records.sweep_file import from_json
+from ampatch.sweeps.files import from_json
+from ampatch.sweeps.rows import Ending
 
 
 def train(opt_level, seed):
@@ -38,7 +38,7 @@ def sweep(function=train, levels=("O0", "O4", "autocast"), **options):
 
 def losses(result, row, seed=0):
     (record,) = [it for it in result.records if (it.row, it.seed, it.repeat) == (row, seed, 0)]
-    return record.measured.losses["0"].values
+    return record.losses["0"].values
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_the_sweep_can_be_read(here):
 def test_variants_steps_and_repeats_are_those_of_the_command_line():
     result = sweep(levels=["O0"], variants=["O2 dtype=bfloat16 loss_scale=8"], steps=8, warmup=2, repeat=2)
     assert [row.name for row in result.rows] == ["O0", "O2 dtype=bfloat16 loss_scale=8"]
-    assert {it.measured.steps for it in result.records} == {8}
+    assert {it.steps for it in result.records} == {8}
     assert result.rows[1].loss_scale == 8
     assert len(result.records) == 4
 
@@ -124,7 +124,7 @@ def test_a_function_that_raises_is_a_failed_run_and_the_sweep_goes_on():
     result = sweep(fails, levels=["O0", "O4"], seeds=2)
     failed = [it for it in result.records if it.failed]
     ended = (1, Ending.CRASHED, "ValueError: bad weights", "ValueError: bad weights")
-    assert {(it.seed, it.outcome, it.cause, it.last_lines[-1]) for it in failed} == {ended}
+    assert {(it.seed, it.outcome, it.cause, it.lines[-1]) for it in failed} == {ended}
     assert len(result.records) == 4
 
 
@@ -134,7 +134,7 @@ def is_refused(opt_level, seed):
 
 def test_a_level_that_initialize_refuses_is_a_failed_run_of_a_script_that_called_it():
     (record,) = sweep(is_refused, levels=["O2"]).records
-    assert (record.outcome, record.measured.initialized) == (Ending.CRASHED, True)
+    assert (record.outcome, record.initialized) == (Ending.CRASHED, True)
     assert "'head'" in record.cause
 
 
@@ -237,7 +237,7 @@ def train(opt_level, seed):
 if __name__ == "__main__":
     result = amp.sweep(train, ["O0", "O4"], out="made", steps=6)
     import local_to_the_script
-    print([(it.row, it.outcome.value, it.measured.steps) for it in result.records])
+    print([(it.row, it.outcome.value, it.steps) for it in result.records])
 """
 
 

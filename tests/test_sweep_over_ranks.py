@@ -6,7 +6,7 @@ import pytest
 
 from ampatch.__main__ import main
 from ampatch.sweeps.processes.ranks import slowest
-from ampatch.sweeps.records.record import Measured, Spread
+from ampatch.sweeps.rows import Run
 
 TRAIN = """
 import time
@@ -40,7 +40,7 @@ def test_each_run_has_its_ranks_and_one_that_fails_is_named(tmp_path, monkeypatc
     assert main(["sweep", *options, "train.py"]) == 1
     assert "train.py on 2 ranks: 1 seed" in capsys.readouterr().out
     good, bad = json.loads((tmp_path / "out/sweep.json").read_text())["records"]
-    assert (good["outcome"], good["measured"]["steps"], good["measured"]["samples"]) == ("finished", 8, 5)
+    assert (good["outcome"], good["steps"]) == ("finished", 8)
     assert (bad["outcome"], bad["cause"]) == ("crashed", "rank 1: ValueError: a batch of rank 1 is empty")
     log = (tmp_path / "out/logs/O0-seed0-repeat0.log").read_text()
     assert log.count("Selected optimization level") == 1
@@ -49,10 +49,9 @@ def test_each_run_has_its_ranks_and_one_that_fails_is_named(tmp_path, monkeypatc
 
 
 def test_the_times_of_a_run_are_those_of_its_slowest_rank():
-    first = Measured(step_ms=Spread(2.0, 1.0, 3.0, 9), samples=4, peak_mib=7.0, final_loss=0.5)
-    second = Measured(step_ms=Spread(5.0, 4.0, 6.0, 9), samples=3, peak_mib=6.0, final_loss=0.7)
-    together = slowest([first, second])
-    assert together == Measured(step_ms=second.step_ms, samples=7, peak_mib=7.0, final_loss=0.5)
+    first = Run("O0", step_ms=2.0, step_ms_low=1.0, peak_mib=7.0, final_loss=0.5)
+    second = Run("O0", step_ms=5.0, step_ms_low=4.0, peak_mib=6.0, final_loss=0.7)
+    assert slowest([first, second]) == Run("O0", step_ms=5.0, step_ms_low=4.0, peak_mib=7.0, final_loss=0.5)
     assert slowest([first, None]) is None
 
 

@@ -169,15 +169,15 @@ def test_every_round_has_every_row_and_every_other_one_goes_backwards(script):
     forth, back = ["O0", "O1", "O4"], ["O4", "O1", "O0"]
     rounds = [(0, 0, forth), (0, 1, back), (1, 0, forth), (1, 1, back)]
     assert order == [(repeat, seed, row) for repeat, seed, rows in rounds for row in rows]
-    assert plan.count == len(order)
+    assert plan.settings.runs == len(order)
 
 
 def test_no_two_runs_share_a_file(script):
     variants = ["O2 keep_fp32=a,b", "O2 keep_fp32=a-b", "O2 keep_fp32=a", "O2 loss_scale=1"]
     plan = make_plan(script, parse_rows(LEVELS, variants), seeds=2, repeat=2)
     runs = list(plan.runs())
-    files = Counter(path for run in runs for path in (run.file("log"), run.file("steps"), run.file("json")))
-    assert len(files) == 3 * plan.count
+    files = Counter(path for run in runs for path in (run.file("log"), run.file("raised"), run.file("json")))
+    assert len(files) == 3 * plan.settings.runs
 
 
 @pytest.mark.parametrize("value", ["a/b", "ä", "*" * 300, "..", "x y"])

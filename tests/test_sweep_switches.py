@@ -6,7 +6,7 @@ from ampatch.__main__ import main
 from ampatch.apex.script import Script
 from ampatch.sweeps import campaign
 from ampatch.sweeps.processes.runner import NO_STEPS
-from ampatch.sweeps.records.record import Ending, Measured, RunRecord
+from ampatch.sweeps.rows import Ending, Run
 from ampatch.sweeps.switches import find_switches
 
 OPTIONS = {
@@ -16,7 +16,6 @@ OPTIONS = {
     "boolean": ('"--mixed-precision", action=argparse.BooleanOptionalAction', ["--mixed-precision"]),
     "level": ('"--opt_level", type=str', ["--opt_level O1"]),
     "level of fp16": ('"--fp16-opt-level", default=""', ["--fp16-opt-level O1"]),
-    "a level by default": ('"--opt_level", default="O1"', []),
     "with a value": ('"--fp16_backend", default="auto"', []),
     "to turn it off": ('"--no-amp", action="store_true"', []),
     "off when given": ('"--amp", action="store_false"', []),
@@ -35,7 +34,7 @@ def test_options_for_mixed_precision_are_found(tmp_path, name):
 
 def test_a_switch_comes_before_a_level_and_what_was_given_is_left_out(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text('add = p.add_argument\np.add_argument("--level")\np.add_argument("--opt-level")')
+    script.write_text('p.add_argument("--level")\np.add_argument("--opt-level")')
     assert find_switches(Script(str(script))) == ["--opt-level O1"]
     assert find_switches(Script(str(script), ("--opt-level=O2",))) == []
     script.write_text(script.read_text() + '\n@click.option("--amp", is_flag=True)\ndef main(amp): ...')
@@ -73,7 +72,7 @@ def test_a_script_that_never_called_initialize_is_told_what_to_do(
 ):
     script = tmp_path / "train.py"
     script.write_text("\n".join(f"parser.add_argument('{it}', action='store_true')" for it in options))
-    record = RunRecord("O0", 0, 0, Ending.NO_STEPS, 1.0, NO_STEPS, (), "O0.log", Measured())
+    record = Run("O0", outcome=Ending.NO_STEPS, cause=NO_STEPS, log="O0.log")
     monkeypatch.setattr(campaign, "execute", lambda *given: record)
     assert main(["sweep", str(script), "--", "--lr", "1"]) == 2
     assert said in capsys.readouterr().err

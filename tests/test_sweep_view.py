@@ -5,59 +5,45 @@ from dataclasses import replace
 from io import BytesIO, StringIO, TextIOWrapper
 
 import pytest
-from rich.console import Console
 
 from ampatch.sweeps.campaign import SweepProgress
-from ampatch.sweeps.records.record import Curve, Ending, Measured, RunRecord, Spread
-from ampatch.sweeps.records.sweep import Settings
-from ampatch.sweeps.terminal.stream import Stream
-from ampatch.sweeps.terminal.terminal_table import heading_of
-from ampatch.sweeps.terminal.view import progress_bar, show, show_comparison
-from ampatch.sweeps.verdicts.compare import compare
-from ampatch.sweeps.verdicts.summary import summarize
-from ampatch.sweeps.web.page import write_page
-from sweep_samples import ENVIRONMENT, VARIANT, sample_sweep
+from ampatch.sweeps.judge.summary import summarize
+from ampatch.sweeps.rows import Curve, Ending, Run, Settings
+from ampatch.sweeps.show.columns import heading_of
+from ampatch.sweeps.show.page import write_page
+from ampatch.sweeps.show.terminal import Printer, show_progress, write
+from sweep_samples import ENVIRONMENT, VARIANT, sample_sweep, times
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 WHOLE = sample_sweep(steps=60)
 
 # The widest that there is in each column.
-MEASURED = Measured(
+MEASURED = Run(
+    "O0",
+    seconds=1.0,
     steps=200,
     skipped=(1, 2),
-    step_ms=Spread(1234.567, 1200.0, 1300.0, 194),
+    **times((1234.567, 1200.0, 1300.0)),
     peak_mib=12345.6,
     first_loss=1.0,
     final_loss=0.00012345,
     loss_noise=0.0000123,
-    loss_scales={"0": Curve((1,), (2.0**24,))},
+    loss_scale=2.0**24,
     metrics={"accuracy": Curve((200,), (0.9812,))},
 )
 
 
 def record(row, **changes):
-    return RunRecord(row, 0, 0, Ending.FINISHED, 1.0, measured=replace(MEASURED, **changes))
+    return replace(MEASURED, row=row, **changes)
 
 
 def failed(row, outcome=Ending.CRASHED, cause="ValueError: bad [bold] value", **changes):
-    return RunRecord(row, 0, 0, outcome, 60.0, cause, log="/logs/O1.log", **changes)
+    return Run(row, outcome=outcome, seconds=60.0, cause=cause, log="/logs/O1.log", **changes)
 
 
 def sweep(*records, script="train.py", **changes):
     rows = tuple(dict.fromkeys(it.row for it in records))
     return summarize(Settings(script, (), rows, **changes), ENVIRONMENT, records)
-
-
-def printed(whole, width=80):
-    console = Console(file=StringIO(), width=width)
-    show(console, whole)
-    return console.file.getvalue()
-
-
-def compared(before, after, width=80, **limits):
-    console = Console(file=StringIO(), width=width)
-    show_comparison(console, compare(before, after, **limits))
-    return console.file.getvalue()
 
 
 def cells(output, level):
@@ -72,20 +58,36 @@ def sentence_of(output):
     return " ".join(output.split())
 
 
-# ---- The table ----
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_the_widest_table_of_all_rows_fits_into_80_columns(width):
+def test_the_widest_table_of_all_rows_fits_into_80_columns():
     names = (*LEVELS, "autocast", VARIANT, "autocast dtype=float16")
     whole = sweep(*[record(name) for name in names], record("O1", final_loss=math.nan))
-    for lines in (printed(whole, width).splitlines(), printed(WHOLE, width).splitlines()):
+    for lines in (write(whole).splitlines(), write(WHOLE).splitlines()):
         assert [line for line in lines if len(line) > 80 and "(log: " not in line] == []
         assert len([line for line in lines if line.startswith(names)]) >= 7
 
 
+def test_a_table_is_its_rows():
+    found = write(sweep(record("O0"), record("O1", final_loss=math.nan), failed("O4")))
+    assert found.startswith("train.py: 1 seed, torch 2.13.0+cu130, NVIDIA H200\n")
+    assert cells(found, "O0") == [
+        "O0",
+        "1235",
+        "50",
+        "1.00x",
+        "12346",
+        "0.0001234",
+        "0.9812",
+        "-",
+        "2",
+        "2^24",
+        "baseline",
+    ]
+    assert cells(found, "O1")[-1] == "diverged"
+    assert cells(found, "O4") == ["O4", *"-" * 9, "failed"]
+
+
 def test_a_variant_has_a_short_name_that_is_explained_below_the_table():
-    output = printed(WHOLE)
+    output = write(WHOLE)
     assert cells(output, "V1")[-1] == "worse"
     assert f"\nV1: {VARIANT}\n" in output
     assert output.count(VARIANT) == 1
@@ -93,7 +95,7 @@ def test_a_variant_has_a_short_name_that_is_explained_below_the_table():
 
 def test_a_variant_is_called_the_same_in_the_terminal_and_on_the_page():
     whole = sweep(record("O0"), *[record(f"{level} loss_scale=1") for level in ("O2", "autocast")])
-    legend = [line.split(": ") for line in printed(whole).splitlines() if line.startswith("V")][-2:]
+    legend = [line.split(": ") for line in write(whole).splitlines() if line.startswith("V")][-2:]
     page = write_page(whole).replace("<wbr>", "")
     assert [key for key, _ in legend] == ["V1", "V2"]
     for key, name in legend:
@@ -102,16 +104,10 @@ def test_a_variant_is_called_the_same_in_the_terminal_and_on_the_page():
 
 def test_a_variant_that_is_recommended_has_its_whole_name_once():
     name = "O2 keep_fp32=" + ",".join(f"layer{index}" for index in range(7))
-    fast = record(name, step_ms=Spread(600.0, 590, 610, 195))
-    said = sentence_of(printed(sweep(record("O0"), fast)))
+    fast = record(name, **times((600.0, 590.0, 610.0)))
+    said = sentence_of(write(sweep(record("O0"), fast)))
     assert f"Recommended: {name} (V1). V1 runs at 2.06x the speed of O0" in said
     assert said.count(name) == 2  # once in the legend
-
-
-def test_a_narrow_terminal_breaks_no_number():
-    whole = sweep(record("O0"), record("O1"))
-    assert cells(printed(whole, 40), "O1") == cells(printed(whole), "O1")
-    assert cells(compared(whole, whole, width=40), "O1") == cells(compared(whole, whole), "O1")
 
 
 def test_a_long_metric_is_headed_by_lines_of_eight_characters_or_whole_words():
@@ -119,38 +115,26 @@ def test_a_long_metric_is_headed_by_lines_of_eight_characters_or_whole_words():
     assert heading_of("validation_perplexity") == "validation_\nperplexity"
 
 
-def test_the_distance_is_that_of_what_did_worst():
-    runs = [record("O0", final_loss=0.5, loss_noise=0.1), record("O1", final_loss=0.1, loss_noise=None)]
-    worse = replace(runs[1].measured, metrics={"accuracy": Curve((1,), (0.9812 * 0.97,))})
-    output = printed(sweep(runs[0], replace(runs[1], measured=worse)))
-    assert cells(output, "O1")[7] == "-6.0"
-    assert cells(output, "O1")[-1] == "worse"
-
-
 def test_a_row_that_was_not_run_says_so():
     found = summarize(Settings("train.py", (), ("O0", "O1")), ENVIRONMENT, [record("O0")])
-    assert cells(printed(found), "O1")[-2:] == ["not", "run"]
+    assert cells(write(found), "O1")[-2:] == ["not", "run"]
 
 
 def test_the_title_names_script_seeds_and_device():
-    assert printed(WHOLE).startswith("examples/train.py: 3 seeds, torch 2.13.0+cu130, NVIDIA H200")
+    assert write(WHOLE).startswith("examples/train.py: 3 seeds, torch 2.13.0+cu130, NVIDIA H200")
     twice = replace(WHOLE, settings=replace(WHOLE.settings, repeat=2))
-    assert printed(twice).startswith("examples/train.py: 3 seeds x 2, torch")
+    assert write(twice).startswith("examples/train.py: 3 seeds x 2, torch")
     on_cpu = replace(WHOLE, environment=replace(ENVIRONMENT, device="cpu", cpu="Ryzen"))
-    assert "torch 2.13.0+cu130, Ryzen" in printed(on_cpu)
-
-
-# ---- Around the table ----
+    assert "torch 2.13.0+cu130, Ryzen" in write(on_cpu)
 
 
 def test_the_caption_says_how_the_columns_were_measured():
-    said = sentence_of(printed(WHOLE))
+    said = sentence_of(write(WHOLE))
     assert "ms a step: median without the first 5 steps, +- half the range between the quartiles" in said
     assert "peak MiB: device memory." in said
-    assert "final loss: mean of the last 10." in said
     assert "in spreads (the standard deviation of O0 over the seeds); below -2 is worse" in said
-    said = sentence_of(printed(sweep(record("O0"), record("O1"), tolerance=3.5)))
-    assert "(the standard error of O0's last 10 losses or 0.5 % of O0's value); below -3.5 is worse" in said
+    said = sentence_of(write(sweep(record("O0"), record("O1"), tolerance=3.5)))
+    assert "losses, or what its last values vary or 0.5 % of O0's value); below -3.5 is worse" in said
 
 
 @pytest.mark.parametrize(
@@ -165,13 +149,14 @@ def test_the_caption_says_how_the_columns_were_measured():
 )
 def test_the_caption_says_what_was_left_out_of_the_times(warmup, steps, expected):
     runs = [record(f"O{number}", steps=count) for number, count in enumerate(steps)]
-    said = sentence_of(printed(sweep(*runs, warmup=warmup)))
-    assert f"ms a step: median {expected} +- half the range" in said
+    assert f"ms a step: median {expected} +- half the range" in sentence_of(
+        write(sweep(*runs, warmup=warmup))
+    )
 
 
 def test_the_recommendation_is_the_end():
-    assert sentence_of(printed(WHOLE)).endswith(f"Recommended: O5. {WHOLE.recommendation.reason}")
-    nothing = printed(sweep(record("O1")))
+    assert sentence_of(write(WHOLE)).endswith(f"Recommended: O5. {WHOLE.recommendation.reason}")
+    nothing = write(sweep(record("O1")))
     assert "Nothing is recommended. Without O0 there is nothing to compare with" in sentence_of(nothing)
 
 
@@ -180,19 +165,19 @@ def test_the_recommendation_is_the_end():
     [
         (failed("O1"), "O1 seed 0 crashed: ValueError: bad [bold] value (log: /logs/O1.log)"),
         (failed("O1", Ending.TIMED_OUT), "O1 seed 0 timed out after 60 s: ValueError: bad [bold] value (log"),
-        (failed("O1", measured=MEASURED), "O1 seed 0 crashed (step 200): ValueError: "),
+        (failed("O1", steps=200), "O1 seed 0 crashed (step 200): ValueError: "),
         (failed("O1", Ending.INTERRUPTED, cause=""), "O1 seed 0 interrupted (log: /logs/O1.log)"),
     ],
     ids=["crashed", "timed out", "late", "interrupted"],
 )
 def test_a_run_that_failed_has_one_line_with_its_cause_and_its_log(one, expected):
-    lines = printed(sweep(record("O0"), one)).splitlines()
+    lines = write(sweep(record("O0"), one)).splitlines()
     (line,) = [line for line in lines if line.startswith("O1 ") and f" {one.outcome}" in line]
     assert line.startswith(expected)
 
 
 def test_what_a_log_says_cannot_steer_the_terminal():
-    output = printed(sweep(record("O0"), failed("O1", cause="\x1b[31mred\x07\rgone")))
+    output = write(sweep(record("O0"), failed("O1", cause="\x1b[31mred\x07\rgone")))
     assert "\\x1b[31mred\\x07\\rgone" in output
     assert "\x1b" not in output
 
@@ -201,62 +186,18 @@ def test_what_a_log_says_cannot_steer_the_terminal():
 def test_any_text_can_be_written_in_any_encoding(encoding):
     file = TextIOWrapper(BytesIO(), encoding=encoding)
     text = "\u5931\u6557 \udcff \u00e9"
-    whole = sweep(record("O0"), failed(f"O1 {text}", cause=text), script=f"{text}.py")
-    console = Console(file=Stream(file), width=80)
-    show(console, whole)
-    show_comparison(console, compare(whole, whole))
-    file.flush()
+    Printer(file)(write(sweep(record("O0"), failed(f"O1 {text}", cause=text), script=f"{text}.py")))
     written = file.buffer.getvalue().decode(encoding)
     assert ("\u5931\u6557" if encoding == "utf-8" else "\\u5931\\u6557") in written
 
 
-# ---- Comparisons ----
-
-
-def test_a_comparison_shows_both_sides_and_what_got_worse():
-    old = sweep(record("O0"), record("O1"))
-    slow = record("O1", step_ms=Spread(2469.134, 2400, 2500, 195), peak_mib=6172.8)
-    output = compared(old, sweep(record("O0"), slow))
-    expected = "O1 1235 2469 0.50x 0.50x 0.9812 0.9812 0.0 slower"
-    assert cells(output, "O1") == expected.split()
-    assert cells(output, "O0")[-1] == "-"
-    said = sentence_of(output)
-    assert said.endswith("O1 is 100 % slower: 2469 ms a step against 1235 before (5 % allowed)")
-
-
-def test_a_comparison_says_which_sweeps_these_are_and_what_was_not_compared():
-    before, after = sweep(record("O0"), failed("O1")), sweep(record("O0"), record("O1"))
-    output = compared(before, after, names=("a", "results/b"))
-    said = sentence_of(output)
-    assert f"before: a, {ENVIRONMENT.created}, commit 659de88f1a+, ampatch sweep" in said
-    assert f"after: results/b, {ENVIRONMENT.created}, commit" in said
-    assert "Not compared (failed before): O1 No level got worse" in said
-    assert cells(output, "O1")[-2:] == ["not", "compared"]
-
-
-# ---- The progress bar ----
-
-
-def progress(*, terminal):
-    """What a bar shows of two runs out of three."""
-    console = Console(file=StringIO(), width=100, force_terminal=terminal, color_system=None)
-    with progress_bar(console, 4, 200) as bar:
-        bar(SweepProgress("O0 seed 1", 0, record("O0"), 1, 4, None))
-        bar(SweepProgress("O1 seed 2", 60, None, 1, 4, 150.0))
-        bar._progress.refresh()
-        timed_out = replace(record("O1"), outcome=Ending.TIMED_OUT)
-        bar(SweepProgress("O1 seed 2", 0, timed_out, 2, 4, 150.0))
-    return console.file.getvalue()
-
-
-def test_a_bar_shows_the_run_its_steps_and_the_time_left():
-    shown = progress(terminal=True)
-    assert "O1 seed 2" in shown
-    assert "1 of 4 runs step 60 of 200 0:00:00 about 2 min left" in shown
-    assert shown.rstrip().endswith("\x1b[2K")  # it leaves nothing behind
-
-
-def test_where_nobody_watches_there_is_a_line_for_each_run():
-    lines = progress(terminal=False).splitlines()
-    assert [line.partition(" after ")[0] for line in lines] == ["O0 seed 1: finished", "O1 seed 2: timed out"]
-    assert [line.partition(" (")[2] for line in lines] == ["1 of 4)", "2 of 4, about 2 min left)"]
+def test_a_line_is_said_for_each_run_that_is_over():
+    file = StringIO()
+    show = show_progress(Printer(file))
+    show(SweepProgress("O0 seed 1", record("O0"), 1, 4, None))
+    show(SweepProgress("O1 seed 2", None, 1, 4, 150.0))
+    show(SweepProgress("O1 seed 2", record("O1", outcome=Ending.TIMED_OUT), 2, 4, 150.0))
+    assert file.getvalue().splitlines() == [
+        "O0 seed 1: finished after 1 s (1 of 4)",
+        "O1 seed 2: timed out after 1 s (2 of 4, about 2 min left)",
+    ]

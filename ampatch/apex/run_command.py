@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import ampatch as amp
 from ampatch import OPT_LEVELS, AmpValueError, apex
 from ampatch.apex.legacy.finding import ROWS, find_cause
 from ampatch.apex.script import Script, find_script, level_overrides
@@ -24,6 +25,7 @@ NO_CUDA = (
     *("compiled without CUDA support", "NVTX functions not installed", "driver version is insufficient"),
     *("requires at least one CUDA device", "invalid argument to reset_peak_memory_stats"),
 )
+OVERRIDING = ("opt_level", "dtype", "loss_scale")  # which are given to `initialize`
 NO_OPTION = "which a script without that option refuses: start it by torchrun, which does not pass it"
 DTYPES = ("float16", "bfloat16")
 LEGACY_HELP = "put back what torch, NumPy and Python have removed since the script was written"
@@ -75,10 +77,37 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     """Sets up what the script will find, and returns what runs it."""
     script = find_script(arguments)
     os.environ.setdefault("AMPATCH_POST_MORTEM", "ampatch-post-mortem")  # also of ranks and other children
-    apex.install(**read_overrides(arguments))
+    overrides = read_overrides(arguments)
+    apex.install(**overrides)
     script.validate()
-    run = functools.partial(run_advised, script)
+    given = [f"--{name.replace('_', '-')}" for name in OVERRIDING if getattr(arguments, name) is not None]
+    run = functools.partial(run_overridden if given else run_advised, script, *given)
     return run if "TORCHELASTIC_ERROR_FILE" not in os.environ else record_errors(run)
+
+
+class InitializeWatch(amp.Observer):
+    """Notes whether `initialize` was called."""
+
+    was_called = False
+
+    def on_initialize(self, policy: object) -> None:
+        """Hears of a call."""
+        self.was_called = True
+
+
+def run_overridden(script: Script, *options: str) -> int:
+    """Runs a script, and says so at its end if options of ours had nothing that they could override."""
+    watch = InitializeWatch()
+    with amp.observe(watch):
+        status = run_advised(script)
+    if not watch.was_called:
+        asked.warning(
+            "%r never called initialize in this process, so %s changed nothing: add the line "
+            "`model, optimizer = amp.initialize(model, optimizer)` (import ampatch as amp)",
+            script.name,
+            ", ".join(options),
+        )
+    return status
 
 
 def run_advised(script: Script) -> int:

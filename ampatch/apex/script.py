@@ -184,6 +184,11 @@ def validate_file(name: str) -> None:
     path = os.path.join(os.getcwd(), name)
     if not os.path.exists(path):
         raise AmpValueError(f"{name!r} does not exist: expected a Python script")
+    if name.endswith(".ipynb"):
+        raise AmpValueError(
+            f"{name!r} is a notebook: expected a Python script, such as `jupyter nbconvert --to script` "
+            "makes of it; in the notebook itself ampatch.sweep(train) sweeps a function of (opt_level, seed)"
+        )
     importer = pkgutil.get_importer(path)
     if importer is not None and importer.find_spec("__main__") is None:
         kind = "a directory" if os.path.isdir(path) else "an archive"

@@ -13,7 +13,7 @@ import ampatch
 from ampatch.sweeps.environment import describe_machine
 
 SUMMARY = "print the versions, machine and settings that a report of a fault needs"
-PACKAGES = ("wrapt", "numpy", "rich", "matplotlib", "apex")
+PACKAGES = ("wrapt", "numpy", "rich", "apex")
 # What wraps models and optimizers, or the loop; named where it is there.
 WRAPPERS = (
     "accelerate",

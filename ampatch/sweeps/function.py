@@ -20,8 +20,8 @@ from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan, make_plan
 from ampatch.sweeps.processes.in_process import Train, call, execute_here, require_here
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.runner import Execute
-from ampatch.sweeps.records.results import open_results
-from ampatch.sweeps.records.sweep import Sweep
+from ampatch.sweeps.results import open_results
+from ampatch.sweeps.rows import Sweep
 from ampatch.sweeps.variant import list_possible, parse_rows
 from ampatch.tools.numbers import write_left
 from ampatch.tools.stop import Stop
@@ -38,7 +38,6 @@ def sweep(
     *,
     variants: Sequence[str] = (),
     repeat: int = DEFAULTS.repeat,
-    budget: float | None = None,
     steps: int | None = None,
     warmup: int | None = None,
     timeout: float | None = None,
@@ -56,8 +55,8 @@ def sweep(
     `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) of the run whatever it is
     given, and trains. Its metrics are those that it passes to `report`, or returns as a dict. The sweep seeds
     everything by `seed`, from 0 up, before the call. `levels` (None: all that run here) and `variants` are
-    those of the command line, as are the other arguments: `steps` and `warmup` count steps, `budget` minutes,
-    `timeout` seconds, `tolerance` spreads of O0.
+    those of the command line, as are the other arguments: `steps` and `warmup` count steps, `timeout`
+    seconds, `tolerance` spreads of O0.
 
     Each run has its own process, which imports the function by its name. With `processes=False` all are in
     this one, as by default those of a function that no other process can import: of a notebook, or a
@@ -74,7 +73,7 @@ def sweep(
     else:
         require_here(timeout)
     script = Script(CHILD, (place, LEVEL, SEED), is_module=True)
-    asked = {"seeds": seeds, "repeat": repeat, "budget": budget, "steps": steps, "timeout": timeout}
+    asked = {"seeds": seeds, "repeat": repeat, "steps": steps, "timeout": timeout}
     asked |= {"warmup": DEFAULTS.warmup if warmup is None else warmup, "tolerance": tolerance}
     plan = make_plan(
         script, parse_rows(list_possible() if levels is None else levels, variants), name_of(train), **asked

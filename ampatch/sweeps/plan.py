@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ampatch import AmpValueError
 from ampatch.apex.script import STDIN, Script
-from ampatch.sweeps.faults import MORE_THAN_0, validate_numbers
-from ampatch.sweeps.processes.devices import Device
-from ampatch.sweeps.records.sweep import Settings
+from ampatch.sweeps.processes.isolation import isolated
+from ampatch.sweeps.rows import Settings, Training
+from ampatch.sweeps.switches import find_file
 from ampatch.sweeps.variant import Value, Variant
 
 SEED, LEVEL = "{seed}", "{level}"  # in the script's arguments
 LONGEST_SLUG = 100
+MORE_THAN_0 = math.ulp(0.0)  # the least number that is
 MOST_RUNS = 10_000  # a mistyped number of seeds is told at once, and not after a year
 DEFAULTS = Settings(script="", arguments=(), rows=())
 # What is expected of the numbers of a plan: the least of each, and in words.
 LEAST = {
     "seeds": (1, "1 or more"),
     "repeat": (1, "1 or more"),
-    "budget": (MORE_THAN_0, "minutes, more than 0"),
     "steps": (2, "2 or more: times are from step to step"),
     "warmup": (0, "a number of steps, 0 or more"),
     "timeout": (MORE_THAN_0, "seconds, more than 0"),
@@ -54,15 +56,20 @@ class PlannedRun:
     steps: int | None = None
     warmup: int = DEFAULTS.warmup
     nproc_per_node: int | None = None  # ranks, which torch.distributed.run starts
-    visible: str | None = None  # the GPU that it sees alone
+    isolate: bool = False
+    earlier: tuple[Training, ...] = ()  # runs of the sweep, whose files it must not read
 
     def file(self, kind: str) -> Path:
         """Returns the file of a kind.
 
-        The "log" takes what the script prints, and the child leaves the others: "steps" counts these, "json"
-        is what it measured, and "raised" a line about the exception that ended it.
+        The "log" takes what the script prints, and the child leaves the others: "json" is what it measured,
+        and "raised" a line about the exception that ended it.
         """
         return Path(self.directory, f"{slug(self.row)}-seed{self.seed}-repeat{self.repeat}.{kind}")
+
+    def identity(self) -> dict[str, object]:
+        """Returns what tells the run from others of its sweep: fields of a `Run`."""
+        return {"row": self.row, "seed": self.seed, "repeat": self.repeat}
 
     def to_json(self) -> str:
         """Writes the run as one line of JSON."""
@@ -73,6 +80,7 @@ class PlannedRun:
         """Reads what `to_json` wrote."""
         fields = json.loads(text)
         script = fields["script"]
+        fields["earlier"] = tuple(Training(**each) for each in fields["earlier"])
         return cls(**fields | {"script": Script(**script | {"arguments": tuple(script["arguments"])})})
 
 
@@ -95,14 +103,13 @@ def slug(row: str) -> str:
 class Plan:
     """A script with its arguments, the rows to train it at, and what was asked for beside.
 
-    Each row runs with each of so many seeds, and all of that as often as is asked for, one run on each device
-    at a time. Raises AmpValueError for what cannot work, all of the numbers at once.
+    Each row runs with each of so many seeds, and all of that as often as is asked for. Raises AmpValueError
+    for what cannot work, all of the numbers at once.
     """
 
     script: Script
     rows: tuple[Variant, ...]
     settings: Settings
-    devices: tuple[Device, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.script.is_module and self.script.name == STDIN:
@@ -110,22 +117,20 @@ class Plan:
                 "the standard input can be read once, and a sweep reads its script often: save it to a file"
             )
         self.script.validate()
-        validate_numbers(asdict(self.settings), LEAST)
-        if self.count > MOST_RUNS:
-            raise AmpValueError(f"{self.count} runs: expected at most {MOST_RUNS:,}")
+        if self.settings.isolate:
+            isolated(self.script)
+        values = asdict(self.settings)
+        faults = [
+            f"{name} {value!r}: expected {expected}"
+            for name, (low, expected) in LEAST.items()
+            if (value := values[name]) is not None and not value >= low
+        ]
+        if faults:
+            raise AmpValueError("; ".join(faults))
+        if self.settings.runs > MOST_RUNS:
+            raise AmpValueError(f"{self.settings.runs} runs: expected at most {MOST_RUNS:,}")
         for row in self.rows:
             row.validate()
-
-    @property
-    def count(self) -> int:
-        """Returns how many runs there are."""
-        return len(self.rows) * self.settings.seeds * self.settings.repeat
-
-    @property
-    def may_repeat(self) -> bool:
-        """Says whether more repeats than were asked for are allowed."""
-        again = self.count + self.count // self.settings.repeat
-        return self.settings.budget is not None and again <= MOST_RUNS
 
     def runs(self) -> Iterator[PlannedRun]:
         """Yields the runs in the order in which they start, as yet without a directory.
@@ -139,26 +144,50 @@ class Plan:
             for row in rows:
                 yield self._run(row, seed, repeat)
 
+    def _script(self) -> Script:
+        return isolated(self.script) if self.settings.isolate else self.script
+
     def _run(self, row: Variant, seed: int, repeat: int) -> PlannedRun:
         given = self.script.arguments
-        level = str(row.overrides["opt_level"])
-        arguments = tuple(it.replace(SEED, str(seed)).replace(LEVEL, level) for it in given)
+        words = {SEED: seed, LEVEL: row.overrides["opt_level"], "{row}": slug(row.name), "{repeat}": repeat}
+        words["{run}"] = f"{slug(row.name)}-seed{seed}-repeat{repeat}"
+        arguments = tuple(replace_words(argument, words) for argument in given)
         return PlannedRun(
             row=row.name,
             seed=seed,
             repeat=repeat,
-            script=replace(self.script, arguments=arguments),
+            script=replace(self._script(), arguments=arguments),
             overrides=row.overrides,
             autocast_dtype=row.autocast_dtype,
             shift_seeds=not any(SEED in argument for argument in given),
             steps=self.settings.steps,
             warmup=self.settings.warmup,
             nproc_per_node=self.settings.nproc_per_node,
+            isolate=self.settings.isolate,
         )
+
+
+def replace_words(argument: str, words: Mapping[str, object]) -> str:
+    """Puts values into the places of their names.
+
+    >>> replace_words("--out={row}/{seed}.pt", {"{row}": "O4", "{seed}": 1})
+    '--out=O4/1.pt'
+    """
+    for word, value in words.items():
+        argument = argument.replace(word, str(value))
+    return argument
 
 
 def make_plan(script: Script, rows: tuple[Variant, ...], title: str = "", **asked: float | None) -> Plan:
     """Makes a plan; `title` is the name of what is run, if that is no script to its user."""
     name = title or (f"-m {script.name}" if script.is_module else script.name)
     arguments = () if title else script.arguments
-    return Plan(script, rows, Settings(name, arguments, tuple(row.name for row in rows), **asked))
+    digest = "" if title else digest_of(script)
+    settings = Settings(name, arguments, tuple(row.name for row in rows), digest=digest, **asked)
+    return Plan(script, rows, settings)
+
+
+def digest_of(script: Script) -> str:
+    """Returns what tells the text of a script from others; empty where there is no file to read."""
+    path = find_file(script)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""

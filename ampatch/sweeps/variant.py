@@ -14,7 +14,7 @@ import torch
 import ampatch as amp
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.script import level_overrides
-from ampatch.sweeps.records.sweep import AUTOCAST, LEVELS
+from ampatch.sweeps.rows import AUTOCAST, LEVELS
 from ampatch.tools.process import START
 
 # Of `initialize`: what the script alone can give, and what changes nothing that is measured.

@@ -1,19 +1,12 @@
-"""Draws curves as SVG, in the colours of the page: matplotlib does, with none of its settings changed."""
+"""Draws curves as SVG, in the colours of the page, which its style sheet names and changes with the theme."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import StringIO
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from ampatch.tools.numbers import TYPESET
@@ -21,29 +14,8 @@ from ampatch.tools.numbers import TYPESET
 WIDTH, HEIGHT = 360, 160  # of a chart, in CSS pixels on a phone of 390
 LEFT, RIGHT, FOOT, HEAD = 50, 20, 34, 6  # margins, which hold the numbers
 WIDE = 10.0  # a range with a larger ratio gets a logarithmic axis
-# In the page each of these colours becomes the variable of the style sheet that has its name.
-VARIABLES = ("ink", "muted", "grid", "o0", "row", "bad")
-INK, MUTED, GRID, O0, ROW, BAD = (f"#{index}badc0" for index in range(len(VARIABLES)))
-STYLE = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 11.5,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": MUTED,
-    "grid.color": GRID,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "xtick.bottom": False,
-    "ytick.left": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-}
+TICKS = 4  # at the most
+INK, MUTED, GRID, O0, ROW, BAD = (f"var(--{name})" for name in ("ink", "muted", "grid", "o0", "row", "bad"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +31,11 @@ class Points:
         return self.values[np.isfinite(self.values)]
 
     @property
-    def lonely(self) -> Points:
-        """Returns the points whose neighbours have no values: no line goes through them."""
-        there = np.isfinite(np.pad(self.values, 1, constant_values=np.nan))
-        return self.only(np.flatnonzero(there[1:-1] & ~there[:-2] & ~there[2:]))
-
-    @property
     def break_off(self) -> Points:
         """Returns the last point with a value if others follow, else none."""
         last = np.flatnonzero(np.isfinite(self.values))[-1:]
-        return self.only(last[last < self.values.size - 1])
-
-    def only(self, places: NDArray[np.int64]) -> Points:
-        """Returns the points at these places."""
-        return Points(self.steps[places], self.values[places])
+        last = last[last < self.values.size - 1]
+        return Points(self.steps[last], self.values[last])
 
     def describe(self) -> str:
         """Says where the curve begins and ends."""
@@ -92,25 +55,6 @@ class Chart:
     svg: str
 
 
-def set_values(axes: Axes, low: float, high: float) -> None:
-    """Shows these values, on a logarithmic axis where they are positive and far apart."""
-    room = 0.05 * (high - low)
-    locator = MaxNLocator(4, steps=[1, 2, 5, 10])
-    if low > 0 and high / low > WIDE:
-        axes.set_yscale("log")
-        low, high, room = low * (low / high) ** 0.05, high * (high / low) ** 0.05, 0.0
-        locator = LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,), numticks=4)
-        axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(low - room, high + room)
-    set_ticks(axes.yaxis, locator)
-
-
-def set_ticks(axis: Axis, locator: MaxNLocator | LogLocator) -> None:
-    """Writes our numbers beside an axis."""
-    axis.set_major_locator(locator)
-    axis.set_major_formatter(lambda value, place: TYPESET.short(value))
-
-
 def draw(
     title: str,
     curves: Sequence[tuple[Points, str, float]],
@@ -118,37 +62,72 @@ def draw(
     shown: tuple[float, float],
     steps: tuple[float, float],
 ) -> str:
-    """Returns curves, each with its colour and width, and crosses, as the content of an `svg` element.
+    """Returns curves, each with its colour and width, and crosses, as the content of an `svg` element."""
+    low, high = shown
+    is_log = low > 0 and high / low > WIDE
+    scale = np.log10 if is_log else np.asarray
+    across = place(*steps, LEFT, WIDTH - RIGHT)
+    up = place(float(scale(low)), float(scale(high)), HEIGHT - FOOT - 6, HEAD + 6)
+    parts = []
+    for value in log_ticks(low, high) if is_log else ticks(low, high):
+        y = f"{up(scale(value)):.1f}"
+        parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="{GRID}"/>')
+        parts.append(text(LEFT - 6, f"{float(y) + 4:.1f}", TYPESET.short(value), "end"))
+    for value in (it for it in ticks(*steps) if it == int(it)):
+        parts.append(text(f"{across(value):.1f}", HEIGHT - FOOT + 15, TYPESET.short(value), "middle"))
+    parts.append(text(WIDTH - RIGHT, HEIGHT - 4, "step", "end"))
+    parts.append(f'<path d="M{LEFT} {HEIGHT - FOOT}H{WIDTH - RIGHT}" stroke="{MUTED}"/>')
+    for points, colour, width in curves:
+        xs, ys = across(points.steps), up(scale(np.clip(points.values, low, high)))
+        line = "".join(path_of(xs, ys))
+        # A round end makes a dot of a point whose neighbours have no value.
+        style = f'stroke="{colour}" stroke-width="{width:g}" stroke-linecap="round" fill="none"'
+        parts.append(f'<path d="{line}" {style}/>')
+    ys = up(scale(np.clip(crosses.values, low, high)))
+    marks = [
+        f"M{x - 3:.1f} {y - 3:.1f}l6 6m0 -6l-6 6" for x, y in zip(across(crosses.steps), ys, strict=True)
+    ]
+    if marks:
+        parts.append(f'<path d="{"".join(marks)}" stroke="{INK}"/>')
+    return "\n".join(parts)
 
-    The user's settings of matplotlib have no effect, and are as they were afterwards. The same curves make
-    the same text but for the ids, which the title tells apart.
+
+def place(first: float, last: float, start: float, end: float) -> Callable[[NDArray], NDArray]:
+    """Returns what puts numbers between two places."""
+    return lambda value: start + (value - first) / ((last - first) or 1.0) * (end - start)
+
+
+def path_of(xs: NDArray[np.float64], ys: NDArray[np.float64]) -> Iterator[str]:
+    """Yields a line through the points, with gaps where there is no value."""
+    is_on = False
+    for x, y in zip(xs, ys, strict=True):
+        if math.isfinite(y):
+            yield f"{'L' if is_on else 'M'}{x:.1f} {y:.1f}" + ("" if is_on else "h0")
+        is_on = math.isfinite(y)
+
+
+def text(x: object, y: object, words: str, anchor: str) -> str:
+    """Writes a number beside an axis."""
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{MUTED}">{words}</text>'
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Returns round numbers in a range: steps of 1, 2 or 5 times a power of 10.
+
+    >>> ticks(0.0, 9.0), ticks(0.12, 0.31)
+    ([0.0, 5.0], [0.15, 0.2, 0.25, 0.3])
     """
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": ascii(title)})
-        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)
-        size = (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - FOOT - HEAD) / HEIGHT
-        axes = figure.add_axes((LEFT / WIDTH, FOOT / HEIGHT, *size))
-        for points, colour, width in curves:
-            axes.plot(points.steps, points.values, color=colour, linewidth=width)
-            axes.plot(points.lonely.steps, points.lonely.values, ".", color=colour)
-        axes.plot(crosses.steps, np.clip(crosses.values, *shown), "x", color=INK, clip_on=False)
-        set_values(axes, *shown)
-        axes.set_xlim(*steps)
-        axes.set_xlabel("step", loc="right", labelpad=1)
-        set_ticks(axes.xaxis, MaxNLocator(4, steps=[1, 2, 5, 10], integer=True))
-        file = StringIO()
-        without = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        FigureCanvasSVG(figure).print_svg(file, metadata=without)
-    return for_page(file.getvalue())
+    size = 10.0 ** math.floor(math.log10((high - low) or 1.0))
+    for step in (size * part for part in (0.1, 0.2, 0.5, 1, 2, 5)):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first < TICKS:
+            return [
+                round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1)
+            ]
+    return [low, high]
 
 
-def for_page(svg: str) -> str:
-    """Returns the content of an SVG in the colours of the page, without what the page has itself."""
-    svg = svg[svg.index("</defs>") + len("</defs>") : svg.rindex("</svg>")]
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids of groups are the same in each drawing
-    svg = re.sub(r"font[a-z-]*: [^;\"]*;? ?", "", svg)
-    svg = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", svg)
-    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), svg)
-    svg = re.sub("#([0-5])badc0", lambda colour: f"var(--{VARIABLES[int(colour[1])]})", svg)
-    return re.sub(r"\s*\n\s*", "\n", svg)
+def log_ticks(low: float, high: float) -> list[float]:
+    """Returns powers of 10 in a range, some of them where there are many."""
+    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+    return [10.0**power for power in range(first, last + 1, -(-(last - first + 1) // TICKS) or 1)]

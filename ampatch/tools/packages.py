@@ -8,7 +8,7 @@ from ampatch import AmpError
 
 # What the extra of this name brings, all at once.
 TOOLS = "'ampatch[tools]'"
-IN_TOOLS = ("rich", "matplotlib")
+IN_TOOLS = ("rich", "numpy")
 
 
 def require(*packages: str) -> None:

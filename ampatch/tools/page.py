@@ -10,10 +10,9 @@ from pathlib import Path, PurePath
 
 from ampatch.tools.log_file import ESCAPES
 from ampatch.tools.numbers import TYPESET
-from ampatch.tools.packages import TOOLS
 
 HERE = Path(__file__).parent
-NO_CHARTS = f"There are no charts, since matplotlib is not installed: pip install {TOOLS}"
+NO_CHARTS = "There are no charts, since NumPy is not installed: pip install numpy"
 # What XML and HTML do not allow, not even escaped; a tab and the ends of lines stay.
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
 # Long names may break after these.
@@ -22,8 +21,8 @@ logger = logging.getLogger("ampatch")
 
 
 def draw_charts(page: str, module: str, *given: object) -> list | None:
-    """Returns the charts that a module draws of something; None without matplotlib, which the log says."""
-    if importlib.util.find_spec("matplotlib") is None:
+    """Returns the charts that a module draws of something; None without NumPy, which the log says."""
+    if importlib.util.find_spec("numpy") is None:
         logger.warning("%s: %s", page, NO_CHARTS)
         return None
     return importlib.import_module(module).charts_of(*given)

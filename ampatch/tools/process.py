@@ -25,11 +25,12 @@ def child_process(
     grace: float = GRACE_SECONDS,
     stdout: int | None = None,
     environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a child in a process group of its own, and ends the group however the block ends.
 
     What it prints goes to the file `path`, but for its standard output if that is to go elsewhere. Its
-    environment is this one with the variables that are given.
+    environment is this one with the variables that are given, and it starts in the `folder`, if there is one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as log:
@@ -40,6 +41,7 @@ def child_process(
             stderr=log,
             # Sets of strings have the order of the seed, unless the user says otherwise.
             env={"PYTHONHASHSEED": str(seed), **os.environ, **(environment or {})},
+            cwd=folder,
             start_new_session=True,
         )
         try:

@@ -20,7 +20,7 @@ SMALLEST = 1e-6  # an error whose bar has no length
 
 
 def write_page(report: Report, script: str) -> str:
-    """Returns the page of a report as one HTML file, to be written as UTF-8; charts need matplotlib."""
+    """Returns the page of a report as one HTML file, to be written as UTF-8; charts need NumPy."""
     growth = report.growth or {"layers": []}
     # Those nearest to overflow come first.
     layers = sorted(growth["layers"], key=lambda it: min(some(it["headroom"]), default=math.inf))

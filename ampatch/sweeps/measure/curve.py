@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from itertools import groupby
 
-from ampatch.sweeps.records.record import Curve
+from ampatch.sweeps.rows import Curve
 
 LIMIT = 1000
 

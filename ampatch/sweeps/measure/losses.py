@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from torch import Tensor
 
-from ampatch.sweeps.measure.curve import CurveBuilder, mean_by_step
-from ampatch.sweeps.records.record import LAST_LOSSES, Curve
+from ampatch.sweeps.measure.curve import CurveBuilder, averaged, mean_by_step
+from ampatch.sweeps.rows import LAST_LOSSES
 from ampatch.tools.tensors import read_numbers
 
 BATCH = 64  # steps whose losses are read together
@@ -47,28 +47,22 @@ class Losses:
         for step, loss_id, value in waiting:
             self._curves[loss_id].add(step, next(numbers) if isinstance(value, Tensor) else value)
 
-    def build(self) -> dict[str, Curve]:
-        """Returns the curves; call it when the run is over, after the last `end_step`."""
+    def fields(self) -> dict[str, object]:
+        """Returns fields of a `Run`: the curves, and their means at both ends, over all of them.
+
+        Call it when the run is over, after the last `end_step`. The noise is the standard error of the last
+        losses' mean; None if there are not two of each.
+        """
         self._read()
-        return {str(loss_id): mean_by_step(it.build()) for loss_id, it in sorted(self._curves.items())}
-
-
-def first_loss(curves: Iterable[Curve]) -> float | None:
-    """Returns the mean of the first losses, over all curves; None if there are none."""
-    return mean_of([mean_of(curve.values[:LAST_LOSSES]) for curve in curves])
-
-
-def final_loss(curves: Iterable[Curve]) -> float | None:
-    """Returns the mean of the last losses, over all curves."""
-    return mean_of([mean_of(curve.values[-LAST_LOSSES:]) for curve in curves])
-
-
-def loss_noise(curves: Iterable[Curve]) -> float | None:
-    """Returns the standard error of the last losses' mean; None if there are not two of each."""
-    lasts = [curve.values[-LAST_LOSSES:] for curve in curves]
-    if not lasts or any(len(last) < 2 for last in lasts):
-        return None
-    return math.hypot(*map(_standard_error, lasts)) / len(lasts)
+        curves = {str(loss_id): mean_by_step(it.build()) for loss_id, it in sorted(self._curves.items())}
+        lasts = [curve.values[-LAST_LOSSES:] for curve in curves.values()]
+        known = bool(lasts) and all(len(last) > 1 for last in lasts)
+        return {
+            "losses": {loss_id: averaged(curve) for loss_id, curve in curves.items()},
+            "first_loss": mean_of([mean_of(curve.values[:LAST_LOSSES]) for curve in curves.values()]),
+            "final_loss": mean_of(list(map(mean_of, lasts))),
+            "loss_noise": math.hypot(*map(_standard_error, lasts)) / len(lasts) if known else None,
+        }
 
 
 def _standard_error(values: Collection[float]) -> float:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 import ampatch as amp
-from ampatch.sweeps.records.record import Bytes
 from ampatch.tools.tensors import tensors_in
 
 MIB = 2**20
@@ -64,20 +63,15 @@ def reset_peak() -> None:
 # ---- Tensors ----
 
 
-def count_bytes(models: Iterable[Module], optimizers: Iterable[object], casts: int) -> Bytes:
-    """Looks at the tensors as they are; each counts once, whoever shares it. `casts` is passed on."""
+def kept_mib(models: Iterable[Module], optimizers: Iterable[object], casts: int) -> float:
+    """Returns the MiB of the tensors that training keeps, each once, and of so many bytes of casts."""
     optimizers = list(optimizers)
-    params = {id(param): param for model in models for param in model.parameters()}
-    masters = {id(master): master for optimizer in optimizers for _, master in amp.master_pairs(optimizer)}
-    grads = {id(param.grad): param.grad for param in [*params.values(), *masters.values()]}
-    states = {id(one): one for it in optimizers for one in tensors_in(getattr(it, "state", {}))}
-    return Bytes(
-        parameters=nbytes_of(params.values()),
-        masters=nbytes_of(masters.values()),
-        gradients=nbytes_of(grad for grad in grads.values() if grad is not None),
-        optimizer_state=nbytes_of(states.values()),
-        casts=casts,
-    )
+    params = [param for model in models for param in model.parameters()]
+    masters = [master for optimizer in optimizers for _, master in amp.master_pairs(optimizer)]
+    grads = [param.grad for param in (*params, *masters) if param.grad is not None]
+    states = [tensor for it in optimizers for tensor in tensors_in(getattr(it, "state", {}))]
+    kept = {id(tensor): tensor for tensor in (*params, *masters, *grads, *states)}
+    return (nbytes_of(kept.values()) + casts) / MIB
 
 
 def sample_weights(models: Iterable[Module]) -> tuple[float, ...]:

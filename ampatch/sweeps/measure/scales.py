@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 
 import ampatch as amp
 from ampatch.sweeps.measure.curve import CurveBuilder, changes
-from ampatch.sweeps.records.record import Curve
+from ampatch.sweeps.rows import Curve
 
 BATCH = 64  # outcomes that are looked at together
 

@@ -16,11 +16,11 @@ import torch
 import ampatch as amp
 from ampatch import apex
 from ampatch.apex.run_command import advice
+from ampatch.sweeps.files import to_plain
+from ampatch.sweeps.measure.reads import Audit, ReadWatch, folders_of
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
-from ampatch.sweeps.measure.steps import StepCounter
 from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes.ranks import own_part
-from ampatch.sweeps.records.sweep_file import to_plain
 from ampatch.tools.log_file import line_of
 from ampatch.tools.seeds import set_seeds, shifted_seeds
 
@@ -36,8 +36,10 @@ def carry_out(run: PlannedRun) -> None:
     Exceptions pass, since the traceback belongs in the log; a line about them is written as well.
     """
     process = os.getpid()
+    audit = Audit()
+    audit.listener = ReadWatch(run.earlier, folders_of(run.script))
     # A script that goes on after its last step, whatever is raised, may have to be ended by force.
-    recorder = Recorder(StepCounter(run.file("steps")), run.steps, lambda: write(run, recorder))
+    recorder = Recorder(run.steps, lambda: write(run, recorder), audit.listener)
     signal.signal(signal.SIGTERM, exit_at_signal)
     try:
         apex.install(post_mortem=False, **run.overrides)
@@ -73,7 +75,7 @@ def conditions(run: PlannedRun, recorder: Recorder) -> Iterator[None]:
         if run.autocast_dtype is not None:
             from ampatch.sweeps.measure.yardstick import Autocast  # which imports torch's compiler
 
-            yardstick = Autocast(getattr(torch, run.autocast_dtype))
+            yardstick = recorder.yardstick = Autocast(getattr(torch, run.autocast_dtype))
             stack.callback(yardstick.close)
             stack.enter_context(amp.observe(yardstick))
         set_seeds(run.seed)

@@ -9,11 +9,12 @@ from collections.abc import Callable
 import ampatch as amp
 from ampatch import AmpError, AmpValueError
 from ampatch.sweeps.measure.memory import reset_peak
+from ampatch.sweeps.measure.reads import Audit, ReadWatch
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
 from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes.child import conditions
-from ampatch.sweeps.processes.runner import NO_STEPS, Execute, judge
-from ampatch.sweeps.records.record import Ending, RunRecord
+from ampatch.sweeps.processes.runner import NO_STEPS, Execute
+from ampatch.sweeps.rows import Ending, Run
 from ampatch.sweeps.variant import in_use
 from ampatch.tools.log_file import line_of, lines_of
 from ampatch.tools.seeds import kept_seeds
@@ -40,24 +41,23 @@ def require_here(timeout: float | None) -> None:
 
 def execute_here(train: Train) -> Execute:
     """Returns what executes a run of the function, in the place of `runner.execute`."""
+    audit = Audit()
 
-    def execute(
-        run: PlannedRun, timeout: float | None, on_steps: Callable[[int], None], stop: Stop
-    ) -> RunRecord:
+    def execute(run: PlannedRun, timeout: float | None, stop: Stop) -> Run:
         reset_peak()
-        recorder = Recorder(limit=run.steps)
+        audit.listener = ReadWatch(run.earlier)
+        recorder = Recorder(run.steps, reads=audit.listener)
         start = time.monotonic()
         error = train_here(train, run, recorder)
-        seconds = time.monotonic() - start
-        measured = recorder.measured(run.warmup)
-        outcome, cause, lines = judge(0, measured), "", ()
+        seconds, measured = time.monotonic() - start, recorder.measured(run.warmup)
+        audit.listener = None
+        outcome = Ending.FINISHED if measured["steps"] else Ending.NO_STEPS
+        cause, lines = "" if measured["steps"] else NO_STEPS, ()
         if error is not None:
             outcome, cause = Ending.CRASHED, line_of(error)
             lines = lines_of("".join(traceback.format_exception(error)))
-        elif outcome is Ending.NO_STEPS:
-            cause = NO_STEPS
-        facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, "", measured)
-        return RunRecord(*facts, busy=measured.waits.busy if measured.waits else None)
+        facts = {"outcome": outcome, "seconds": seconds, "cause": cause, "lines": lines}
+        return Run(**run.identity(), **facts, ended=time.time_ns(), **measured)
 
     return execute
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ampatch import AmpError
 from ampatch.sweeps.plan import PlannedRun
-from ampatch.sweeps.records.record import Measured
+from ampatch.sweeps.rows import Run
 from ampatch.tools.folder import HELD
 from ampatch.tools.log_file import last_lines
 from ampatch.tools.process import START
 
-TIMES = ("step_ms", "forward_ms", "backward_ms", "update_ms", "waits")
+TIMES = ("step_ms", "step_ms_low", "step_ms_high", "timed", "busy", "waited", "throttled", "processor_ms")
 SECONDS = 40.0  # in which torch.distributed.run, told to end, ends its ranks by force: it takes 30
 
 
@@ -51,22 +51,17 @@ def launcher(run: PlannedRun) -> list[str]:
     return [*start, "torch.distributed.run", *options, *start]
 
 
-def slowest(ranks: Sequence[Measured | None]) -> Measured | None:
+def slowest(ranks: Sequence[Run | None]) -> Run | None:
     """Returns what the first rank measured, with the times of the slowest and the memory of the largest.
 
-    Samples are those of all ranks. None if a rank has left nothing.
+    None if a rank has left nothing.
     """
     known = [rank for rank in ranks if rank is not None]
     if len(known) < len(ranks):
         return None
-    slow = max(known, key=lambda rank: rank.step_ms.median if rank.step_ms else 0.0)
-    samples = [rank.samples for rank in known if rank.samples is not None]
-    return replace(
-        known[0],
-        **{name: getattr(slow, name) for name in TIMES},
-        samples=sum(samples) if len(samples) == len(known) else None,
-        peak_mib=max((rank.peak_mib for rank in known if rank.peak_mib is not None), default=None),
-    )
+    slow = max(known, key=lambda rank: rank.step_ms or 0.0)
+    peak = max((rank.peak_mib for rank in known if rank.peak_mib is not None), default=None)
+    return replace(known[0], **{name: getattr(slow, name) for name in TIMES}, peak_mib=peak)
 
 
 def first_raised(run: PlannedRun, log: Sequence[str]) -> tuple[str, ...]:

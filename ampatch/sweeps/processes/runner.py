@@ -8,42 +8,39 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-from ampatch import AmpError
-from ampatch.sweeps.measure.steps import read_count
+from ampatch.sweeps.files import from_plain
+from ampatch.sweeps.measure.reads import shorten
 from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes import ranks
-from ampatch.sweeps.processes.devices import VISIBLE
-from ampatch.sweeps.processes.printed import find_printed
-from ampatch.sweeps.records.record import Ending, Measured, RunRecord
-from ampatch.sweeps.records.sweep_file import read_measured
+from ampatch.sweeps.processes.isolation import copy_working_directory
+from ampatch.sweeps.rows import Ending, Run
 from ampatch.tools.folder import temporary_folder
 from ampatch.tools.log_file import last_lines
 from ampatch.tools.process import GRACE_SECONDS, child_process, wait
 from ampatch.tools.stop import Stop
 
-Execute = Callable[[PlannedRun, float | None, Callable[[int], None], Stop], RunRecord]
+Execute = Callable[[PlannedRun, float | None, Stop], Run]
 
 NO_STEPS = "no optimizer that initialize returned made a step"
 NO_INPUT = "EOFError: EOF when reading a line"  # what `input()` raises
 
 
-def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], None], stop: Stop) -> RunRecord:
+def execute(run: PlannedRun, timeout: float | None, stop: Stop) -> Run:
     """Runs one child to its end, for `timeout` seconds at the most, or until `stop`.
 
-    `on_steps` is told now and then how many steps it has made. Leaves nothing but the log behind.
+    Leaves nothing but the log behind.
     """
     start, log = time.monotonic(), run.file("log")
     # Scripts clear their own output, in which the logs may be.
     with temporary_folder("run") as folder:
         inner = replace(run, directory=str(folder))
-        grace, count = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS, inner.file("steps")
-        sees = None if run.visible is None else {VISIBLE: run.visible}
-        with child_process(command_of(inner), log, run.seed, grace, environment=sees) as process:
-            has_ended = wait(process, timeout, stop, lambda: on_steps(read_count(count)))
+        grace = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS
+        place = copy_working_directory(folder / "copy") if run.isolate else None
+        with child_process(command_of(inner), log, run.seed, grace, folder=place) as process:
+            has_ended = wait(process, timeout, stop, lambda: None)
             seconds = time.monotonic() - start
-        measured = ranks.slowest(list(map(take_measured, ranks.list_ranks(inner))))
+        measured = ranks.slowest([read_measured(rank) for rank in ranks.list_ranks(inner)])
         raised = ranks.first_raised(inner, last_lines(log))
     if has_ended:
         outcome = judge(process.returncode, measured)
@@ -53,10 +50,8 @@ def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], No
     if outcome is not Ending.FINISHED:
         lines = last_lines(log)
         cause = explain(outcome, process.returncode, raised or lines, stop)
-    facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(log), measured)
-    printed = find_printed(last_lines(log)) if outcome is Ending.FINISHED else ()
-    busy = measured.waits.busy if measured and measured.waits else None
-    return RunRecord(*facts, busy=busy, printed=printed)
+    facts = run.identity() | {"outcome": outcome, "seconds": seconds, "cause": cause, "lines": lines}
+    return replace(measured or Run(run.row), **facts, log=shorten(str(log.absolute())), ended=time.time_ns())
 
 
 def command_of(run: PlannedRun) -> list[str]:
@@ -64,15 +59,15 @@ def command_of(run: PlannedRun) -> list[str]:
     return [sys.executable, "-u", *ranks.launcher(run), "ampatch.sweeps.processes.child", run.to_json()]
 
 
-def take_measured(run: PlannedRun) -> Measured | None:
+def read_measured(run: PlannedRun) -> Run | None:
     """Reads what the child left behind, None if it was ended before it could."""
     try:
-        return read_measured(json.loads(run.file("json").read_text()))
-    except (OSError, ValueError, AmpError):
+        return from_plain(Run, {"row": run.row, **json.loads(run.file("json").read_text())})
+    except (OSError, ValueError, TypeError):
         return None
 
 
-def judge(status: int, measured: Measured | None) -> Ending:
+def judge(status: int, measured: Run | None) -> Ending:
     """Names how a run ended that ended by itself."""
     if status != 0 or measured is None:
         return Ending.CRASHED
@@ -106,9 +101,3 @@ def name_of_signal(number: int) -> str:
     hint = " (the system does so when memory runs out)" if number == 9 else ""
     known = {each.value: each.name for each in signal.Signals}
     return known.get(number, f"signal {number}") + hint
-
-
-def shorten(path: Path) -> str:
-    """Returns a path as it can be read from the working directory."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,0 +1,192 @@
+"""Judges a level's accuracy, compared with O0."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from ampatch.sweeps.judge.statistics import compared_metrics, finite, sample_of
+from ampatch.sweeps.rows import BASELINE, Curve, Distance, Ending, Run, Verdict
+from ampatch.tools.numbers import ASCII
+
+LAST_STEPS = 20
+# A loss that ends above where it began by more than this part of it has not been trained.
+RISE = 0.1
+# Levels round what they begin with, by 2**-8 at most, and float16 the smallest numbers to 0.
+ROUNDED, TINY = 2**-8, 1e-7
+OWN_FILES = "give each run files of its own, with {run} in the arguments of the script, or --isolate"
+OTHER_LENGTH = 0.9  # of the steps of O0: scripts that stop early stop a little apart
+NAMED = 2  # losses and metrics that a reason names
+
+
+def judge(
+    name: str,
+    own: Sequence[Run],
+    baseline: Sequence[Run],
+    loss: Distance,
+    metrics: Mapping[str, Distance],
+    tolerance: float,
+) -> tuple[Verdict, str]:
+    """Returns the verdict about a level, and the reason in a few words where there is one to give.
+
+    `own` are all the runs of the level in the order of their seeds, `baseline` those of O0 that finished.
+    Runs that were interrupted count neither for the level nor against it.
+    """
+    runs = [run for run in own if run.outcome is not Ending.INTERRUPTED]
+    if not runs:
+        return Verdict.UNKNOWN, "interrupted" if own else "not run"
+    if dependence := why_dependent(runs):
+        return Verdict.UNKNOWN, dependence
+    if failure := why_failed(runs):
+        return Verdict.FAILED, failure
+    if name != BASELINE and (start := why_other_start(runs, baseline)):
+        return Verdict.UNKNOWN, start
+    if divergence := why_diverged(runs, baseline, loss, tolerance):
+        return Verdict.DIVERGED, divergence
+    if name == BASELINE:
+        return Verdict.BASELINE, ""
+    if obstacle := why_not_compared(runs, baseline, loss, metrics) or other_length(runs, baseline):
+        return Verdict.UNKNOWN, obstacle
+    return compare_values([("loss", loss), *metrics.items()], tolerance)
+
+
+def why_dependent(runs: Sequence[Run]) -> str:
+    """Says which file a run read that an earlier run of the sweep wrote; empty if none did."""
+    found = next((run for run in runs if run.read), None)
+    return f"it read {found.read!r}, which the run {found.writer} wrote: {OWN_FILES}" if found else ""
+
+
+def why_failed(runs: Sequence[Run]) -> str:
+    """Counts how runs ended that did not finish; empty if all of them did."""
+    ends = Counter(run.outcome for run in runs if run.failed)
+    if not ends or len(runs) == 1:
+        return "".join(ends)
+    (first, count), *others = sorted(ends.items(), key=lambda end: (-end[1], end[0]))
+    rest = [f"{count} {outcome}" for outcome, count in others]
+    return ", ".join([f"{count} of {len(runs)} runs {first}", *rest])
+
+
+def why_other_start(runs: Sequence[Run], baseline: Sequence[Run]) -> str:
+    """Says in what a run began otherwise than the first run of O0 with its seed; empty if in nothing."""
+    first = {run.seed: run for run in reversed(baseline)}
+    for own in runs:
+        other = first.get(own.seed)
+        if other and own.resumed and own.resumed != other.resumed:
+            also = f", and O0 from {other.resumed!r}" if other.resumed else ""
+            return f"it went on from {own.resumed!r}{also}, from before the sweep: {OWN_FILES}"
+        if other and is_elsewhere(own.start, other.start):
+            return f"it began with other weights than O0: {OWN_FILES}, or seed what draws the weights"
+    return ""
+
+
+def is_elsewhere(own: Sequence[float], other: Sequence[float]) -> bool:
+    """Says whether one of some weights differs from that of O0 by more than rounding does."""
+    pairs = list(zip(own, other, strict=False)) if len(own) == len(other) else []
+    return any(not abs(mine - theirs) <= ROUNDED * abs(theirs) + TINY for mine, theirs in pairs)
+
+
+def other_length(runs: Sequence[Run], baseline: Sequence[Run]) -> str:
+    """Says how many steps a run made, if not about as many as O0 with its seed; empty if all did.
+
+    A script that trains for a time ends so, or one that gives up on a bad loss. Some count no skipped steps.
+    """
+    lengths = {run.seed: run.steps for run in reversed(baseline)}
+    for run in runs:
+        own, other = run.steps, lengths.get(run.seed)
+        if other is None:
+            continue
+        if own < OTHER_LENGTH * other or OTHER_LENGTH * (own - len(run.skipped)) > other:
+            said = f"it ended after {own} steps, and O0 after {other}"
+            return f"{said}: --steps {min(own, other)} compares as many of both"
+    return ""
+
+
+def why_diverged(runs: Sequence[Run], baseline: Sequence[Run], loss: Distance, tolerance: float) -> str:
+    """Says what of a run went out of bounds: a loss or a metric, or the gradients so that no step was made.
+
+    The loss may rise by 10 % or by `tolerance` spreads; what O0's loss does as well is no divergence, and a
+    metric that is not finite at O0 tells nothing.
+    """
+    names = compared_metrics(runs)
+    defined = [it for it in names if all(map(math.isfinite, sample_of(baseline, it).values))]
+    first, final = sample_of(baseline).first, finite(loss.baseline)
+    rises = first is None or final is None or final > first
+    most = None if rises else tolerance * (loss.spread or 0)
+    found = [reason for run in runs if (reason := why_run_diverged(run, defined, most))]
+    if len(runs) > 1 and found:
+        return f"{found[0]} ({len(found)} of {len(runs)} runs)"
+    return "".join(found)
+
+
+def why_run_diverged(run: Run, metrics: Sequence[str], most: float | None) -> str:
+    """Says in which way one run diverged, empty if in none; `most` is how far its loss may have risen."""
+    values = [("loss", run.final_loss, run.losses.values())]
+    values += [(name, run.last(name), [run.metrics[name]]) for name in metrics if name in run.metrics]
+    for name, value, curves in values:
+        if value is not None and not math.isfinite(value):
+            return f"{name} is {ASCII.number(value)}{since(curves)}"
+    last = min(run.steps, LAST_STEPS)
+    if last and set(range(run.steps - last + 1, run.steps + 1)) <= set(run.skipped):
+        return f"all of the last {last} steps were skipped"
+    first, final = run.first_loss, run.final_loss
+    if None not in (first, final, most) and final - first > max(RISE * abs(first), most):
+        return f"loss rose from {ASCII.short(first)} to {ASCII.short(final)}"
+    return ""
+
+
+def since(curves: Iterable[Curve]) -> str:
+    """Says since which step the values are no longer finite, as far as the curves know.
+
+    >>> since([Curve((1, 2, 3, 4), (math.inf, 0.5, math.nan, math.nan))])
+    ' from step 3 on'
+    """
+    starts = []
+    for curve in curves:
+        good = [at for at, value in enumerate(curve.values, 1) if math.isfinite(value)]
+        starts += curve.steps[good[-1] if good else 0 :][:1]
+    return f" from step {min(starts)} on" if starts else ""
+
+
+def why_not_compared(
+    runs: Sequence[Run], baseline: Sequence[Run], loss: Distance, metrics: Mapping[str, Distance]
+) -> str:
+    """Says why nothing can be said about accuracy; empty if something can."""
+    if any(run.uncast for run in runs):
+        return "torch.autocast cast none of its operations"
+    if not baseline:
+        return "there is no O0 to compare with"
+    if loss.baseline is not None and not math.isfinite(loss.baseline):
+        return "the loss of O0 is not finite either"
+    if all(distance.spreads is None for distance in (loss, *metrics.values())):
+        return "nothing to compare: no loss and no metric"
+    return ""
+
+
+def compare_values(distances: Iterable[tuple[str, Distance]], tolerance: float) -> tuple[Verdict, str]:
+    """Returns whether a loss or metric is worse than O0's by more than is allowed, and than chance may be."""
+    short = [(name, it) for name, it in distances if it.spreads is not None and it.spreads < -tolerance]
+    clear = [(name, it) for name, it in short if it.spreads < -it.doubt]
+    worst = sorted(clear or short, key=lambda pair: (pair[1].spreads, pair[0]))
+    named = [f"{name} {write_distance(it)}" for name, it in worst[:NAMED]]
+    rest = len(worst) - NAMED
+    said = "; ".join(named) + (f"; and {rest} more" if rest > 0 else "")
+    if clear or not short:
+        return (Verdict.WORSE, said) if clear else (Verdict.SAME, "")
+    return Verdict.UNSURE, f"{said}, which one seed cannot tell from chance: --seeds 3"
+
+
+def write_distance(distance: Distance, origin: str = BASELINE) -> str:
+    """Writes a value and how far it is from where it is compared with.
+
+    >>> write_distance(Distance(0.9512, 0.9594, -4.1, 0.002, "seeds"))
+    '0.9512, 4.1 spreads below O0'
+    >>> write_distance(Distance(0.231, 0.2, -31.0, 0.001, "percent"))
+    '0.231, 15.5 % above O0'
+    """
+    side = "above" if distance.value > distance.baseline else "below"
+    if distance.unit == "percent" and distance.baseline:
+        far = ASCII.percent(abs(distance.value / distance.baseline - 1))
+    else:
+        far = f"{ASCII.signed(abs(distance.spreads)).removeprefix('+')} spreads"
+    return f"{ASCII.short(distance.value)}, {far} {side} {origin}"

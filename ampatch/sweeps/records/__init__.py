@@ -1,1 +1,0 @@
-"""What a sweep measured, as values, and the files that keep it."""

@@ -1,0 +1,1 @@
+"""What a sweep shows, in the terminal and on its page: functions of its rows."""

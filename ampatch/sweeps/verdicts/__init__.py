@@ -1,1 +1,0 @@
-"""What is made of the records: rows, distances, verdicts, and what got worse."""
