@@ -15,7 +15,6 @@ from torch import nn
 
 from ampatch.__main__ import main
 from ampatch.doctor.campaign import findings_in, origins_of
-from ampatch.doctor.causes import explain
 from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report, merge_steps
 from ampatch.doctor.instruments.clock import Clock
@@ -26,10 +25,23 @@ from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import Damage, holds_no_number, is_finite
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.runs import Run, Seen, start_process
+from ampatch.doctor.rules.table import explain
+from ampatch.doctor.run import Run
+from ampatch.doctor.runs import Seen, start_process
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
+from ampatch.doctor.text.source import changed_texts
 from ampatch.doctor.words import describe
-from faults import FAMILIES, examine, judge, make, make_proposal, measure_float32, report_on, run_forked
+from faults import (
+    FAMILIES,
+    diagnose,
+    examine,
+    judge,
+    make,
+    make_proposal,
+    measure_float32,
+    report_on,
+    run_forked,
+)
 from helpers import wait_until
 
 # ---- Whole scripts ----
@@ -204,10 +216,10 @@ def test_a_master_has_the_name_of_its_parameter(tmp_path):
 def test_a_decay_that_makes_weights_infinite_names_them_and_their_module(tmp_path, level):
     decay = "optimizer.param_groups[0]['weight_decay'] = 3e38 if step == 2 else 0.0"
     text = script(level, batch=f"{decay}; model[0].weight.data[0, 0] = 5.0", loss_scale=1.0)
-    first = explain(Finding(**report_on(text, tmp_path)["findings"][0]))
+    first = diagnose(text, tmp_path).findings[0]
     assert (first.phase, first.module, first.parameter) == ("optimizer", "0", "0.weight")
     assert "of the update of 0.weight" in first.why
-    assert first.remedies[0].startswith("lower the learning rate and the weight decay")
+    assert str(first.remedies[0]).startswith("lower the learning rate and the weight decay")
 
 
 OWN_MASTERS = """
@@ -227,10 +239,10 @@ for step in range(4):
 
 @pytest.mark.process
 def test_masters_that_an_optimizer_copies_after_its_step_are_of_the_update(tmp_path):
-    first = explain(Finding(**report_on(OWN_MASTERS, tmp_path)["findings"][0]))
+    first = diagnose(OWN_MASTERS, tmp_path).findings[0]
     assert (first.phase, first.op, first.kind) == ("optimizer", "_foreach_copy_", "inf")
     assert first.parameter.endswith("weight")
-    assert first.remedies[0].startswith("lower the learning rate")
+    assert str(first.remedies[0]).startswith("lower the learning rate")
 
 
 TWO_MODELS = """
@@ -620,14 +632,13 @@ def test_the_statement_in_float32_can_be_pasted_and_trains(tmp_path, style):
             "with amp.scale_loss(loss, optimizer) as s:\n            s.backward()",
         )
         text = text.replace("scaler.step(optimizer)", "optimizer.step()").replace("scaler.update()", "pass")
-    first = report_on(text, tmp_path)["findings"][0]
-    *decorators, line = first["region"]  # the function as a whole
+    first = diagnose(text, tmp_path).findings[0]
+    *decorators, line = first.region.changes[0].lines  # the function as a whole
     native = ["@torch.amp.custom_fwd(device_type='cpu', cast_inputs=torch.float32)"]
     ours = ["import ampatch as amp", "@amp.float_function", "@amp.disable_casts()"]
     assert decorators == (native if style == "native" else ours)
-    pasted, pad = first["region"], "    "
-    assert f"{pad}{line}\n" in text
-    fixed = text.replace(f"{pad}{line}", "\n".join(f"{pad}{each}" for each in pasted))
+    assert f"    {line}\n" in text
+    (fixed,) = changed_texts(first.region.changes).values()
     assert report_on(fixed, tmp_path)["findings"] == []
 
 
@@ -858,13 +869,13 @@ def test_a_line_with_a_finding_is_not_called_harmless():
     ],
 )
 def test_remedies_fit(given, said):
-    assert any(said in remedy for remedy in explain(finding(**given)).remedies)
+    assert any(said in str(remedy) for remedy in explain(finding(**given)).remedies)
 
 
 @pytest.mark.parametrize("op", ["div", "log", "softmax"])
 def test_a_learning_rate_mends_no_domain(op):
     found = explain(finding(op=op, float32_survives=False))
-    assert not any("learning rate" in remedy for remedy in found.remedies)
+    assert not any("learning rate" in str(remedy) for remedy in found.remedies)
     assert "nothing above" not in found.why
 
 

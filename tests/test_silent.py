@@ -13,14 +13,14 @@ from ampatch.__main__ import main
 from ampatch.apex.script import level_overrides
 from ampatch.doctor.against import sample
 from ampatch.doctor.against.sample import Sample
-from ampatch.doctor.finding import Report
+from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import SilentFault, examine_silent
 from ampatch.doctor.silent.gradients import compare_gradients
+from ampatch.doctor.silent.notes import examine_silent
 from ampatch.doctor.silent.watch import Silent
 from ampatch.doctor.words import describe
 from doctor_samples import sample_finding
@@ -579,7 +579,7 @@ def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style
     run_sample(text, tmp_path, attempt, repeats=True)
     found, unknown = compare_gradients(tmp_path, attempt)
     assert unknown == ""
-    by_name = {it.parameter: it.numbers for it in found}
+    by_name = {it.parameter: it.facts for it in found}
     assert {"one.weight", "two.weight"} <= set(by_name)
     assert not {"dead.weight", "dead.bias"} & set(by_name)
     rows = by_name.get("rows.weight", {"zeros_in_float32": 1, "share": 0})
@@ -655,7 +655,7 @@ def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, caps
 
 @pytest.mark.parametrize(("kind", "step", "leads"), [("not_unscaled", 3, True), ("zeros", 3, False)])
 def test_a_misuse_that_breaks_the_run_comes_before_what_broke(kind, step, leads):
-    fault = SilentFault(kind, step, "step", None, "", None, "step", "train.py:9", {"scale": 65536.0})
+    fault = Finding(kind, step, "step", None, "", "step", "train.py:9", facts={"scale": 65536.0})
     said = list(describe(Report((sample_finding(step=step),), silent=(fault,))))
     assert said[0].startswith("What breaks the run, maybe" if leads else f"Step {step}, forward")
 
@@ -700,7 +700,7 @@ def test_a_script_of_apex_whose_gradients_underflow_is_told_a_scale(tmp_path):
     assert {it["kind"] for it in report["silent"]} == {"underflow"}
     assert "one.weight" in {it["parameter"] for it in report["silent"]}
     assert "init_scale=2.0**24" in report["silent"][0]["remedies"][0]
-    assert "\n     (tried: the script trains" in report["silent"][0]["remedies"][0]
+    assert report["silent"][0]["tried"][0].startswith("the script trains")
     assert (report["runs"], report["unknown"]) == (5, [])
 
 
@@ -734,6 +734,6 @@ def test_numbers_that_are_zeros_in_float8_beside_a_large_one_are_told(recipe, fi
     import_float8()
     rows = "slice(None)" if isinstance(first, slice) else first
     faults, _ = watch(FLOAT8.format(recipe=recipe, first=rows, largest=largest))
-    assert [(it.kind, it.module, it.numbers["what"]) for it in faults] == found * [
+    assert [(it.kind, it.module, it.facts["what"]) for it in faults] == found * [
         ("float8_underflow", "0", "input")
     ]

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
 from ampatch.doctor.against.compare import compare_levels
-from ampatch.doctor.causes import explain
 from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.growth.brakes import MOST_STEPS
 from ampatch.doctor.growth.curves import describe_growth, facts_of
 from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
-from ampatch.doctor.runs import Launch, Run, Seen, start_process
-from ampatch.doctor.silent.fault import SilentFault, examine_silent
+from ampatch.doctor.rules.table import explain
+from ampatch.doctor.run import Run
+from ampatch.doctor.runs import Launch, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
+from ampatch.doctor.silent.notes import examine_silent
 from ampatch.doctor.silent.watch import plan_window
 from ampatch.doctor.suspects import (
     describe_scale,
@@ -25,6 +26,7 @@ from ampatch.doctor.suspects import (
     is_flat,
     leave_out_mended,
 )
+from ampatch.doctor.text.source import Change, line_before, place_of
 from ampatch.doctor.trial.learning import find_what_learns, is_lossy, try_silent
 from ampatch.doctor.trial.trial import ENOUGH, Trial
 from ampatch.tools.folder import temporary_folder
@@ -47,7 +49,7 @@ class Campaign:
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
     ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
-    silent: list[SilentFault] = field(default_factory=list)  # of the watched and the traced run
+    silent: list[Finding] = field(default_factory=list)  # of the watched and the traced run
 
     def report(self, propose: bool = False, against: str | None = None) -> Report:
         """Runs the script as often as it takes; see `_report`."""
@@ -75,15 +77,15 @@ class Campaign:
             findings = self._explain(findings, seen, again, growth or {})
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
-            autocast = {"autocast": self.seen["traced"].autocast}
-            self.silent += [replace(it, numbers=it.numbers | autocast) for it in faults]
+            more = {"autocast": self.seen["traced"].autocast, "float32_survives": True, "dtype": "float16"}
+            self.silent += [replace(it, **more) for it in faults]
             self.unknown += [reason] if reason else []
         harmless = merge(attempts, [it for it in origins if not it.has_reached])
         silent = examine_silent(self.silent, attempts, findings, bool(self.ended))
         is_due = is_lossy(silent[0]) if silent else is_flat(attempts)
         if self.tries and attempts and is_due and not (findings or self.ended):
             again = self._start("float32", replace(self.run, level="O0", float32=True, most=ENOUGH))
-            trial = Trial(self._start, lambda _: (), self.run, seen, again)
+            trial = Trial(self._start, lambda *_: (), self.run, seen, again)
             silent = try_silent(trial, silent)
             half, autocast = str(growth["half"]), self.seen["traced"].autocast
             findings = [] if silent else find_what_learns(trial, harmless, half, autocast)
@@ -119,8 +121,9 @@ class Campaign:
                 if is_of_half or "error" not in it.facts
             ]
 
-        def broken(tried: Seen) -> list[Finding]:
-            return explained(findings_in(tried, origins_of(tried)))
+        def broken(tried: Seen, run: Run) -> list[Finding]:
+            there = findings_in(tried, origins_of(tried))
+            return explained([replace(it, **places_before(it, run.changes)) for it in there])
 
         found = explained(findings)
         if found and self.tries:
@@ -251,6 +254,17 @@ def origins_of(seen: Seen) -> tuple[Origin, ...]:
     bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
     last = next(bad, len(seen.attempts))
     return tuple(it for it in seen.origins if it.attempt <= last)
+
+
+def places_before(finding: Finding, changes: Sequence[Change]) -> dict[str, object]:
+    """Returns where a finding in changed files stands in those on the disk, and the change of its region."""
+    region = finding.region
+    if region is not None:
+        (change,) = region.changes
+        first, last = (line_before(changes, f"{change.path}:{it}") for it in (change.first, change.last))
+        there = replace(change, first=place_of(first)[1], last=place_of(last)[1])
+        region = replace(region, changes=(there,))
+    return {"where": line_before(changes, finding.where), "region": region}
 
 
 def order_of(finding: Finding) -> tuple[int, bool]:

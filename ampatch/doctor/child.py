@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,15 +20,17 @@ from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
-from ampatch.doctor.runs import Run, Seen
+from ampatch.doctor.run import Run
+from ampatch.doctor.runs import Seen
 from ampatch.doctor.silent.watch import Silent
+from ampatch.doctor.text.source import changed_texts
 from ampatch.doctor.trial.edited import edited
 from ampatch.tools.seeds import set_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
     """Carries out a `Run`, which is given as JSON."""
-    carry_out(Run(**json.loads(arguments[0])))
+    carry_out(Run.from_json(arguments[0]))
 
 
 def carry_out(run: Run) -> None:
@@ -40,7 +41,7 @@ def carry_out(run: Run) -> None:
     if run.init_scale is not None:
         overrides["loss_scale"] = DynamicLossScale(init_scale=run.init_scale)
     apex.install(post_mortem=False, **overrides)
-    with ExitStack() as stack, edited(run.edits):
+    with ExitStack() as stack, edited(changed_texts(run.changes)):
         seen = look(run, Clock(stack))
         stack.callback(lambda: Path(run.out).write_bytes(pickle.dumps(seen())))
         set_seeds(0)

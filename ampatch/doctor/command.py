@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         return open_post_mortem(arguments.open)
     # What traces is imported when it is asked for, not by each `ampatch run`.
     from ampatch.doctor.campaign import Campaign
-    from ampatch.doctor.runs import Run
+    from ampatch.doctor.run import Run
 
     script = find_script(arguments)
     if arguments.opt_level not in (None, *OPT_LEVELS):

@@ -8,10 +8,13 @@ from ampatch.doctor.against.compare import said_of_comparison
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.growth.brakes import said_of_speed
 from ampatch.doctor.growth.curves import said_of_growth
-from ampatch.doctor.remedies import DIVERGES
-from ampatch.doctor.silent.fault import MISUSES, describe_silent
+from ampatch.doctor.rules.remedies import DIVERGES
 
 MOST_SHOWN = 2  # findings after the first
+MOST_SILENT = 5
+# Numbers break because of these silent faults.
+MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped", "lost_state", "scaled_penalty")
+MISUSES += ("not_zeroed", "stepped_twice")
 SURVIVES = {
     True: "the same run in float32 stays finite to its end",
     False: "the same run in float32 breaks as well: this is not a matter of precision",
@@ -107,10 +110,7 @@ def describe_finding(finding: Finding) -> Iterator[str]:
     """Yields the lines of one finding: the cause first, what to do, and then what was seen."""
     yield describe_place(finding)
     yield f"  {finding.why}"
-    for index, it in enumerate(finding.remedies):
-        yield f"  -> {it}"
-        if said := "".join(finding.tried[index : index + 1]):
-            yield f"     (tried: {said})"
+    yield from describe_fixes(finding)
     if "flat" in finding.facts:
         return
     element = f" at {list(finding.element)}" if finding.element else ""
@@ -121,3 +121,34 @@ def describe_finding(finding: Finding) -> Iterator[str]:
         yield f"  first {finding.kind}{element}{sample}; {finding.count} in all{again}"
     is_cast = "cast" in finding.facts and finding.float32_survives is False
     yield f"  {CASTS_ITSELF if is_cast else SURVIVES[finding.float32_survives]}"
+
+
+def describe_fixes(finding: Finding) -> Iterator[str]:
+    """Yields what to do, each with what came of trying it."""
+    for index, it in enumerate(finding.remedies):
+        yield f"  -> {it}"
+        if said := "".join(finding.tried[index : index + 1]):
+            yield f"     (tried: {said})"
+
+
+def describe_silent(
+    faults: Sequence[Finding], title: str = "Silent faults, which skip no step"
+) -> Iterator[str]:
+    """Yields the lines of silent faults; parameters of one kind and line stand together."""
+    groups: dict[tuple[str, str, str | None], list[Finding]] = {}
+    for fault in faults:
+        groups.setdefault((fault.phase, fault.kind, fault.where), []).append(fault)
+    if groups:
+        yield f"{title}: {len(groups)}"
+    for first, *others in list(groups.values())[:MOST_SILENT]:
+        module = f" in {first.model}.{first.module}".rstrip(".") if first.model else ""
+        subject = first.parameter or first.op
+        yield f"Step {first.step}, {first.kind}: {subject}{module}, {first.where or 'line unknown'}"
+        yield f"  {first.why}"
+        if others:
+            names = [str(it.parameter or it.op) for it in others]
+            more = f" and {len(names) - MOST_SILENT} more" if len(names) > MOST_SILENT else ""
+            yield f"  the same of {', '.join(names[:MOST_SILENT])}{more}"
+        yield from describe_fixes(first)
+    if len(groups) > MOST_SILENT:
+        yield f"... and {len(groups) - MOST_SILENT} more (--json OUT has them all)"

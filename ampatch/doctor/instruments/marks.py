@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from ampatch.doctor.instruments.operations import Call, Origin
-from ampatch.doctor.instruments.places import Place, user_line
+from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.region import statement_of_zeros
 from ampatch.doctor.instruments.values import Damage, examine, is_mask, key_of
 
@@ -76,7 +76,7 @@ class Origins:
         """Notes the first statement behind the data that takes what is bad there, and how it takes 0."""
         for call in (it.call for it in self.of("input", marks) if phase != "input"):
             if "taken" not in call.facts:
-                call.facts["taken"] = user_line(), statement_of_zeros()
+                call.facts["taken"] = statement_of_zeros()
 
     def move_to_step(self, marks: Collection[int], name: str | None) -> bool:
         """What is done to the gradient of a parameter after its backward pass is no part of the next input.

@@ -9,6 +9,7 @@ from itertools import islice
 
 from torch import Tensor
 
+from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments.places import Models, Place
 from ampatch.doctor.instruments.values import HALF, Damage, is_finite, node_of, quiet, tensors_in
 
@@ -105,7 +106,7 @@ class Origin:
     has_reached: bool = False
     is_of_scale: bool = False  # it is finite where the gradients it takes are smaller
     batch_sizes: tuple[int, ...] = ()  # of what the model took
-    region: tuple[str, ...] = ()  # what replaces the statement
+    region: Paste | None = None  # what puts the statement into float32
     turns: tuple[str, str | None, int | None] | None = None  # what made NaN of its inf, where, which sample
     float32_survives: bool | None = None
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments import places
 from ampatch.doctor.instruments.clock import Clock
@@ -253,7 +254,7 @@ class Trace(Rule):
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
 
-    def _region(self, call: ops.Call, of: Operation) -> tuple[str, ...]:
+    def _region(self, call: ops.Call, of: Operation) -> Paste | None:
         if not any(map(is_half_tensor, of.taken)):
             source = self._graph.half_before(of.taken)
             if source and source.place:

@@ -16,7 +16,7 @@ from ampatch.doctor.instruments.dispatch import Operation, Site
 from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.places import user_line
 from ampatch.doctor.instruments.values import is_finite, plain
-from ampatch.doctor.silent.fault import STUCK, Notes
+from ampatch.doctor.silent.notes import STUCK, Notes
 from ampatch.doctor.silent.rules import VIEWS, SilentRule
 from ampatch.levels.precision import HALF_TYPES
 

@@ -17,7 +17,7 @@ from ampatch.doctor.instruments.dispatch import Operation, Rule, Site
 from ampatch.doctor.instruments.operations import CASTS, IGNORED
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_user, user_line
 from ampatch.doctor.instruments.values import floating_in, key_of, plain
-from ampatch.doctor.silent.fault import Notes, Suspicion
+from ampatch.doctor.silent.notes import Notes, Suspicion
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import is_transformed

@@ -7,7 +7,6 @@ and the doctor notes its warnings.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import nodes_of
 from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, parameters_of, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
-from ampatch.doctor.silent.fault import WARNED, Notes
+from ampatch.doctor.silent.notes import WARNED, Notes
 
 MOST_EMPTY = 3
 TINY = 1e-15  # whose square float32 holds
@@ -86,9 +85,6 @@ class Scaled(Instrument, amp.Observer):
         clock.wrap(torch, "clear_autocast_cache", self._forget_casts)
         self._blocks: dict[int, tuple[int, str | None]] = {}  # of `scale_loss`, by the id of the loss
         clock.undo.enter_context(amp.observe(self))
-        logger = logging.getLogger("ampatch")
-        logger.addFilter(self._hear)  # before the session's own, which silences it at verbosity 0
-        clock.undo.callback(logger.removeFilter, self._hear)
 
     def close(self) -> None:
         """Notes what was never used up to the end of the run."""
@@ -241,13 +237,12 @@ class Scaled(Instrument, amp.Observer):
             self._penalty = user_line()
         return grad(outputs, *args, **kwargs)
 
-    def _hear(self, record: logging.LogRecord) -> bool:
-        """Reads a line of the log, of a file, a number and a text, and lets it pass."""
-        kind, op = WARNED.get(getattr(record, "misuse", ""), ("", ""))
-        if kind:
-            file, number, text = record.args
-            self._tell(kind, op, f"{str(file).removeprefix(SHOWN)}:{number}", said=text)
-        return True
+    def on_misuse(self, kind: str, line: tuple[str, int]) -> None:
+        """Notes what the library warns of."""
+        if kind in WARNED:
+            file, number = line
+            fault, op = WARNED[kind]
+            self._tell(fault, op, f"{file.removeprefix(SHOWN)}:{number}")
 
     # ---- What is known ----
 

@@ -1,4 +1,4 @@
-"""Runs a script once for each piece of advice, until it trains: that advice comes first."""
+"""Runs a script once for each fix, until it trains: that fix comes first."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
 from ampatch.doctor.finding import Finding
+from ampatch.doctor.fixes import Both, Fix, join
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.remedies import leave_half
-from ampatch.doctor.runs import Run, Seen
+from ampatch.doctor.rules.remedies import leave_half
+from ampatch.doctor.run import Run
+from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import FALL, fall_of, find_untried, is_collapse
-from ampatch.doctor.trial.advice import TENTH, Advice, follow, joined, unedited
 
 MOST_TRIED = 4
 ENOUGH = 200  # steps of a run that is tried, or twice as many as it took to break
-MOST_JOINED = 3  # pieces of advice that are followed together
+MOST_JOINED = 3  # fixes that are made together
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
-TRAINS, UNTRIED, BREAKS = range(3)  # the order of advice; what is finite and learns less is as if untried
+TRAINS, UNTRIED, BREAKS = range(3)  # the order of fixes; what is finite and learns less is as if untried
+Parts = tuple[tuple[str | None, Fix], ...]  # of fixes at their lines
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of advice, and what the run left."""
+    """What came of a fix, and what the run left."""
 
     rank: int = UNTRIED
     said: str = ""
@@ -34,80 +36,81 @@ class Outcome:
 class Trial:
     """Tries what is said of the first finding, as far as a program can follow it.
 
-    `seen` is the script as it is, `again` the script in float32. Costs a run for each piece of advice that is
-    tried; where none is enough, two for each other one that is followed with the first.
+    `seen` is the script as it is, `again` the script in float32. Costs a run for each fix that is
+    tried; where none is enough, two for each other one that is made with the first.
     """
 
     start: Callable[[str, Run], Seen]
-    explain: Callable[[Seen], Sequence[Finding]]  # what broke in a traced run
+    explain: Callable[[Seen, Run], Sequence[Finding]]  # what broke in a traced run
     run: Run
     seen: Seen
     again: Seen
-    tried: dict[str, Outcome] = field(default_factory=dict)
+    tried: dict[Fix, Outcome] = field(default_factory=dict)
 
     def order(self, finding: Finding) -> Finding:
-        """Returns the finding with what came of its advice; what makes the script train comes first."""
-        for advice in finding.remedies:
-            changed = follow(self.run, [(finding.where, advice)])
-            if changed is not None and len(self.tried) < MOST_TRIED:
-                self.tried[advice] = self._try(changed)
-                if self.tried[advice].rank == TRAINS:
+        """Returns the finding with what came of its fixes; what makes the script train comes first."""
+        for fix in finding.remedies:
+            if fix.change(self.run) is not None and len(self.tried) < MOST_TRIED:
+                self.tried[fix] = self._try(fix)
+                if self.tried[fix].rank == TRAINS:
                     break
         more = self._join(finding) if {it.rank for it in self.tried.values()} == {BREAKS} else ()
         order = sorted([*more, *finding.remedies], key=lambda it: self.outcome(it).rank)
         if self.outcome(order[0]).rank != TRAINS and (last := self._last(finding)):
             order.insert(order[0] not in self.tried, last)
         said = tuple(self.outcome(it).said for it in order)
-        return replace(finding, remedies=(order[0].removeprefix("or "), *order[1:]), tried=said)
+        return replace(finding, remedies=(order[0].alone(), *order[1:]), tried=said)
 
-    def outcome(self, advice: str) -> Outcome:
-        """Returns what came of advice."""
-        return self.tried.get(advice, Outcome())
+    def outcome(self, fix: Fix) -> Outcome:
+        """Returns what came of a fix."""
+        return self.tried.get(fix, Outcome())
 
-    def _last(self, finding: Finding) -> str | None:
-        """Returns the advice to leave half precision, which was tried by now, if the script learns so."""
-        advice, outcome = leave_half(finding), self._judge(self.again)
+    def _last(self, finding: Finding) -> Fix | None:
+        """Returns the fix to leave half precision, which was tried by now, if the script learns so."""
+        fix, outcome = leave_half(finding), self._judge(self.again)
         learns = outcome.rank == TRAINS and self.fall_of(self.again) >= FALL
-        if not advice or self.again.is_half or not learns:
+        if fix is None or self.again.is_half or not learns:
             return None
-        self.tried[advice] = outcome
-        return advice
+        self.tried[fix] = outcome
+        return fix
 
-    def _join(self, finding: Finding) -> Sequence[str]:
-        """Follows what is said of what breaks next as well; returns all of it if the script trains then."""
-        advice = next(it for it in finding.remedies if it in self.tried)
-        outcome, plan = self.tried[advice], [(finding.where, advice)]
-        while outcome.rank == BREAKS and outcome.seen is not None and len(plan) < MOST_JOINED:
+    def _join(self, finding: Finding) -> Sequence[Fix]:
+        """Makes the first fix of what breaks next as well; returns all of them if the script trains then."""
+        first = next(it for it in finding.remedies if it in self.tried)
+        outcome, parts = self.tried[first], ((finding.where, first),)
+        while outcome.rank == BREAKS and outcome.seen is not None and len(parts) < MOST_JOINED:
             window = outcome.seen.suspects[:MOST_JOINED]
-            traced = replace(follow(self.run, plan), traces=True, window=window)
-            new = next((it for it in self._next(traced) if it not in plan), None)
-            changed = new and follow(self.run, [*plan, new])
-            if not changed:
+            run = Both(parts).change(self.run)
+            traced = run and replace(run, traces=True, window=window)
+            new = next((it for it in self._next(traced) if it not in parts), None) if traced else None
+            changed = new and Both((*parts, new)).change(self.run)
+            if new is None or changed is None:
                 return ()
-            plan.append(new)
-            outcome = self._try(changed)
+            parts = (*parts, new)
+            outcome = self._come_of(changed)
         if outcome.rank == BREAKS:
             return ()
-        text = joined(plan)
-        self.tried[text] = outcome
-        return (text,)
+        fix = join(parts)
+        self.tried[fix] = outcome
+        return (fix,)
 
-    def _next(self, run: Run) -> Sequence[Advice]:
-        """Returns the first advice for each thing that breaks in a run, at the lines of the files on disk."""
+    def _next(self, run: Run) -> Parts:
+        """Returns the first fix for each thing that breaks in a run."""
         try:
-            found = self.explain(self.start("tried", run))
+            found = self.explain(self.start("tried", run), run)
         except AmpError:
             return ()
-        return [(unedited(run, it.where), it.remedies[0]) for it in found]
+        return tuple((it.where, it.remedies[0]) for it in found)
 
-    def _try(self, run: Run) -> Outcome:
-        """Runs a script and says what came of it; where a tenth of the rate is not enough, at a hundredth."""
-        outcome = self._come_of(run)
-        if run.rate == 1.0:
-            return outcome
-        lower = Outcome() if outcome.rank == TRAINS else self._come_of(replace(run, rate=run.rate * TENTH))
-        part, best = ("hundredth", lower) if lower.rank == TRAINS else ("tenth", outcome)
-        return replace(best, said=f"at a {part} of the rate {best.said}")
+    def _try(self, fix: Fix) -> Outcome:
+        """Runs a script with a fix and says what came of it; where it is not enough, with the next one."""
+        came = self._come_of(fix.change(self.run))
+        found, now = replace(came, said=fix.how + came.said), fix
+        while found.rank != TRAINS and (now := now.next()) is not None:
+            came = self._come_of(now.change(self.run))
+            if came.rank == TRAINS:
+                found = replace(came, said=now.how + came.said)
+        return found
 
     def _come_of(self, run: Run) -> Outcome:
         """Runs a script and says what came of it."""
