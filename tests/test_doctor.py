@@ -844,8 +844,8 @@ def test_the_same_at_several_steps_is_one_finding():
 def test_a_line_with_a_finding_is_not_called_harmless():
     harmless = (finding(phase="backward"), finding(where="t.py:2"))
     said = list(describe(Report(findings=(finding(step=1),), harmless=harmless)))
-    assert [line for line in said if "reach nothing" in line] == [
-        "Seen to reach nothing: inf or NaN made at t.py:2"
+    assert [line for line in said if "Harmless" in line] == [
+        "Harmless, as it reached no loss, gradient or weight: inf or NaN made at t.py:2"
     ]
 
 

@@ -657,7 +657,7 @@ def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, caps
 def test_a_misuse_that_breaks_the_run_comes_before_what_broke(kind, step, leads):
     fault = Finding(kind, step, "step", None, "", "step", "train.py:9", facts={"scale": 65536.0})
     said = list(describe(Report((sample_finding(step=step),), silent=(fault,))))
-    assert said[0].startswith("What breaks the run, maybe" if leads else f"Step {step}, forward")
+    assert said[0].startswith("What probably breaks the run" if leads else f"Step {step}, forward")
 
 
 UNNAMED = """

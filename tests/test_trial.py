@@ -23,8 +23,10 @@ from ampatch.doctor.fixes import (
     Keep,
     Level,
     Paste,
+    Rank,
     Rate,
     StartScale,
+    Tried,
     Words,
     join,
 )
@@ -279,13 +281,16 @@ def order_of(came, first="", again=GOOD):
             raise AmpError("it left no report")
         return came[run.level]
 
-    finding = sample_finding(remedies=tuple(remedies))
+    finding = sample_finding(step=1, remedies=tuple(remedies))
     found = Trial(start, lambda *_: (), Run("train.py"), BAD, again).order(finding)
-    return [str(it).removeprefix("opt_level ") for it in found.remedies], found.tried
+    return [str(it).removeprefix("opt_level ") for it in found.remedies], tuple(map(str, found.tried))
 
 
 LAST = "O0: float32 throughout; nothing less that was tried was enough"
-TRAINS, BREAKS = "the script trains, its loss falls by 80%", "it breaks again, at step 1"
+TRAINS, BREAKS = (
+    "the script trains, its loss falls by 80%, in float32 it falls by 80%",
+    "it breaks again, at step 1",
+)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +305,8 @@ TRAINS, BREAKS = "the script trains, its loss falls by 80%", "it breaks again, a
             [BAD, LESS, FLAT],
             [LAST, "O2", "O3", "mend the data", "O1"],
             (
-                *(TRAINS, "all stays finite, but the loss falls by 12%, in float32 by 80%"),
-                *("all stays finite, but the loss falls by 0%, in float32 by 80%", "", BREAKS),
+                *(TRAINS, "all stays finite, but the loss falls by 12%, in float32 it falls by 80%"),
+                *("all stays finite, but the loss does not fall, in float32 it falls by 80%", "", BREAKS),
             ),
         ),
         (
@@ -330,20 +335,31 @@ def test_what_takes_a_reader_comes_behind_what_trains(came, again, order):
     assert order_of(came, first="or divide", again=again)[0] == order
 
 
+def scaled(scales, broken):
+    return [Attempt(step, float(it), True, gradients=step not in broken) for step, it in enumerate(scales)]
+
+
+GOOD_SCALE = [4] * 16
+
+
 @pytest.mark.parametrize(
-    ("scales", "broken", "first"),
+    ("scales", "broken", "before", "first"),
     [
-        ([8, 4, 2, *[2] * 13], [0, 1], None),  # a search
-        ([8, 4, 4, 4, 4, *[2] * 11], [0, 4], None),  # and once more
-        ([*[4] * 14, 4, 2], [14], 14),  # in the last quarter, at a scale that was good
-        ([*[4] * 14, 8, 4], [14], None),  # one that has just grown
+        ([8, 4, 2, *[2] * 13], [0, 1], [], None),  # a search
+        ([8, 4, 4, 4, 4, *[2] * 11], [0, 4], [], None),  # and once more
+        ([*[4] * 14, 4, 2], [14], [], 14),  # in the last quarter, at a scale that was good
+        ([*[4] * 14, 8, 4], [14], [], None),  # one that has just grown
+        (GOOD_SCALE, [14], scaled(GOOD_SCALE[:12], []), 14),
+        (GOOD_SCALE, [14], scaled(GOOD_SCALE[:12], [9]), None),  # as the script does without the fault
+        (GOOD_SCALE, [14, 15], scaled(GOOD_SCALE[:12], [9]), 14),
+        (GOOD_SCALE, [8], scaled(GOOD_SCALE[:8], [3]), 8),  # at the fault
+        ([8, *GOOD_SCALE[1:]], [14], scaled([8, *GOOD_SCALE[:11]], [0]), 14),  # its search is no measure
     ],
 )
-def test_skipped_steps_are_a_search_before_the_last_quarter(scales, broken, first):
-    attempts = [
-        Attempt(step, float(it), True, gradients=step not in broken) for step, it in enumerate(scales)
-    ]
-    assert find_break(attempts) == first
+def test_skipped_steps_are_a_search_or_count_against_the_script_before_its_fault(
+    scales, broken, before, first
+):
+    assert find_break(scaled(scales, broken), before) == first
 
 
 @pytest.mark.parametrize(
@@ -361,9 +377,9 @@ def test_a_rate_is_a_tenth_or_a_hundredth(least, ranks, said):
         rates.append(run.rate)
         return GOOD if run.rate < least else BAD
 
-    finding = sample_finding(remedies=(Rate(""),), float32_survives=False)
+    finding = sample_finding(step=1, remedies=(Rate(""),), float32_survives=False)
     found = Trial(start, lambda *_: (), Run("train.py"), BAD, BAD).order(finding)
-    assert (found.tried[0], rates[:2]) == (said, pytest.approx(ranks))
+    assert (str(found.tried[0]), rates[:2]) == (said, pytest.approx(ranks))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +390,7 @@ def test_a_loss_need_not_fall_where_it_does_not_in_float32(again, came, rank):
     assert order_of([came], again=again)[1][0].startswith("the script trains") == rank
 
 
-@pytest.mark.parametrize(("broken", "most"), [(1, 200), (300, 600), (499, 900)])
+@pytest.mark.parametrize(("broken", "most"), [(1, 201), (300, 500), (699, 899), (710, 900)])
 def test_what_is_tried_makes_as_many_steps_as_show_the_fault(broken, most):
     losses, runs = [float(900 - it) for it in range(900)], []
     once = seen(*losses[:broken], math.nan, *losses[broken + 1 :])
@@ -384,10 +400,10 @@ def test_what_is_tried_makes_as_many_steps_as_show_the_fault(broken, most):
         return seen(*losses[: run.most])
 
     found = Trial(start, lambda *_: (), Run("train.py"), once, seen(*losses)).order(
-        sample_finding(remedies=(Level("O4"),))
+        sample_finding(step=broken, remedies=(Level("O4"),))
     )
     assert runs == [most]
-    assert (f"trains for {most} steps" in found.tried[0]) == (most < 900)
+    assert (f"trains for {most} steps" in str(found.tried[0])) == (most < 900)
 
 
 TWO_LINES = statement("with off:\n    y = x.exp()", 3, 4)
@@ -405,11 +421,11 @@ def test_where_no_fix_is_enough_that_of_what_breaks_next_is_made_as_well(file):
         assert run.changes == TWO_LINES.changes
         return [sample_finding(where="net.py:5", remedies=(ROOT,))]
 
-    finding = sample_finding(where="net.py:4", remedies=(TWO_LINES,))
+    finding = sample_finding(step=1, where="net.py:4", remedies=(TWO_LINES,))
     found = Trial(start, explain, Run("train.py"), BAD, GOOD).order(finding)
     assert found.remedies == (Both((("net.py:4", TWO_LINES), ("net.py:5", ROOT))), TWO_LINES)
     assert str(found.remedies[0]) == f"{TWO_LINES}\n  and at net.py:5: {ROOT}"
-    assert found.tried == (TRAINS, BREAKS)
+    assert tuple(map(str, found.tried)) == (TRAINS, BREAKS)
     margin, lines = " " * 8, TEXT.split("\n")
     pasted = ["with off:", "    y = x.exp()", "return y.clamp(min=0).sqrt()"]
     assert changed_texts(runs[-1].changes) == {
@@ -535,5 +551,11 @@ def test_what_breaks_next_is_mended_with_it(tmp_path):
         "keep the divisor from being 0",
     )
     assert finding["tried"][0].startswith("the script trains")
-    said = list(describe_finding(sample_finding(remedies=(Words("a"), Words("b")), tried=("it trains", ""))))
-    assert said[2:5] == ["  -> a", "     (tried: it trains)", "  -> b"]
+    said = list(
+        describe_finding(
+            sample_finding(
+                remedies=(Words("a"), Words("b")), tried=(Tried(Rank.TRAINS, "it trains"), Tried())
+            )
+        )
+    )
+    assert said[2:5] == ["  -> a", "     (tried: it trains)", "  -> b (not tried)"]

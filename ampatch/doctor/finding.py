@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
-from ampatch.doctor.fixes import Fix, Paste
+from ampatch.doctor.fixes import Fix, Paste, Rank, Tried
 from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.watch import Attempt
@@ -57,12 +57,17 @@ class Finding:
     cause: str = ""
     why: str = ""
     remedies: tuple[Fix, ...] = ()
-    tried: tuple[str, ...] = ()  # what came of each, "" where it was not tried
+    tried: tuple[Tried, ...] = ()  # what came of each; none where nothing was tried
 
     @property
     def is_silent(self) -> bool:
         """Whether all numbers stay finite, and no step is skipped because of it."""
         return self.kind not in LOUD
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether a fix was tried, and the script trains with it."""
+        return any(it.rank is Rank.TRAINS for it in self.tried)
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -101,7 +106,7 @@ class Report:
 
 def plain_value(value: object) -> object:
     """Returns a value as JSON holds it."""
-    if isinstance(value, Fix):
+    if isinstance(value, (Fix, Tried)):
         return str(value)
     if is_dataclass(value):
         return {it.name: plain_value(getattr(value, it.name)) for it in fields(value)}

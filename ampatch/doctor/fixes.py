@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 from ampatch import DynamicLossScale
 from ampatch.doctor.run import Run
@@ -10,6 +11,28 @@ from ampatch.doctor.text.source import PASTED, Change, meets
 
 PARTS = {10: "tenth", 100: "hundredth"}
 ANOTHER = "or "  # begins what is said of a fix that stands behind another
+
+
+class Rank(IntEnum):
+    """What came of a fix, in the order in which fixes are said; what learns less is as if untried."""
+
+    TRAINS = 0
+    UNTRIED = 1
+    BREAKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of a fix: its rank, and in words what the run showed, "" where none was made."""
+
+    rank: Rank = Rank.UNTRIED
+    said: str = ""
+
+    def __str__(self) -> str:
+        return self.said
+
+
+NOT_TRIED = Tried()
 
 
 class Fix:

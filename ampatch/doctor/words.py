@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from ampatch.doctor.against.compare import said_of_comparison
 from ampatch.doctor.finding import Finding, Report
@@ -32,7 +33,7 @@ def describe(report: Report) -> Iterator[str]:
     first = report.findings[0].step or 0 if report.findings else -1
     is_misused = any(it.kind in MISUSES and (it.step or 0) <= first for it in report.silent)
     if is_misused:
-        yield from describe_silent(report.silent, "What breaks the run, maybe")
+        yield from describe_silent(report.silent, "What probably breaks the run")
     for finding in report.findings[:1]:
         yield from describe_finding(finding)
     yield from describe_others(report.findings)
@@ -44,8 +45,8 @@ def describe(report: Report) -> Iterator[str]:
         yield f"Proposed: keep_fp32={list(report.keep_fp32)} ({said})"
     named = {it.where for it in (*report.findings, *report.silent)}
     harmless = [str(it.where) for it in report.harmless if it.where not in named]
-    if harmless:
-        yield f"Seen to reach nothing: inf or NaN made at {', '.join(dict.fromkeys(harmless))}"
+    if lines := ", ".join(dict.fromkeys(harmless)):
+        yield f"Harmless, as it reached no loss, gradient or weight: inf or NaN made at {lines}"
     for line in report.unknown:
         yield f"Not known: {line}"
     if report.growth and not is_explained(report.growth, report.findings):
@@ -69,7 +70,7 @@ def describe_others(findings: Sequence[Finding]) -> Iterator[str]:
         yield f"Then {describe_place(finding)} ({finding.cause})"
         yield f"  -> {finding.remedies[0]}"
     if rest := max(0, len(findings) - 1) - len(others[:MOST_SHOWN]):
-        yield f"... and {rest} more, of the same cause maybe (--json OUT has them all)"
+        yield f"... and {rest} more, probably with the same cause (--json OUT has them all)"
 
 
 def is_explained(growth: dict, findings: Sequence[Finding]) -> bool:
@@ -88,8 +89,8 @@ def describe_nothing(report: Report) -> Iterator[str]:
     elif skipped := report.scale.get("skipped"):
         scales = [scale for _, scale in report.scale["history"]]
         yield (
-            f"Nothing broke. {len(skipped)} of {report.scale['steps']} steps were skipped (scale "
-            f"{scales[0]:g} to {scales[-1]:g}): that is the search of a dynamic loss scale, and cured by it."
+            f"Nothing broke. {len(skipped)} of {report.scale['steps']} steps were skipped (scale {scales[0]:g} "
+            f"to {scales[-1]:g}): that is a dynamic loss scale finding its value; nothing to do."
         )
     elif not report.scale["steps"]:
         yield "No optimizer made a step."
@@ -125,10 +126,11 @@ def describe_finding(finding: Finding) -> Iterator[str]:
 
 def describe_fixes(finding: Finding) -> Iterator[str]:
     """Yields what to do, each with what came of trying it."""
-    for index, it in enumerate(finding.remedies):
-        yield f"  -> {it}"
-        if said := "".join(finding.tried[index : index + 1]):
-            yield f"     (tried: {said})"
+    for fix, tried in zip_longest(finding.remedies, finding.tried):
+        title, *lines = str(fix).split("\n")
+        yield "\n".join([f"  -> {title}{' (not tried)' if tried and not tried.said else ''}", *lines])
+        if tried and tried.said:
+            yield f"     (tried: {tried})"
 
 
 def describe_silent(

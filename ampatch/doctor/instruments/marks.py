@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from ampatch.doctor.instruments.operations import Call, Origin
+from ampatch.doctor.instruments.operations import CASTS, Call, Origin
 from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.region import statement_of_zeros
 from ampatch.doctor.instruments.values import Damage, examine, is_mask, key_of
@@ -65,7 +65,8 @@ class Origins:
         self.note_taken(marks, call.phase)
         in_batch = bool(damage.element) and damage.shape[0] in self.batch_sizes
         for origin in (self.all[index] for index in marks):
-            if origin.damage.kind == "inf" and origin.turns is None and not call.op.startswith("_"):
+            is_told = call.op not in CASTS and not call.op.startswith("_")  # a cast makes NaN of nothing
+            if origin.damage.kind == "inf" and origin.turns is None and is_told:
                 origin.turns = call.op, call.where, damage.element[0] if in_batch else None
 
     def of(self, phase: str, marks: Collection[int]) -> list[Origin]:

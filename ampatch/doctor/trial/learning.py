@@ -9,7 +9,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.remedies import leave_half, take_bfloat16
 from ampatch.doctor.rules.table import explain
-from ampatch.doctor.trial.trial import Trial
+from ampatch.doctor.trial.trial import Trial, said_of_fall
 
 LEARNS = 0.3  # of the loss, by which it falls more: less is noise, as that of a game
 MOST_LOOKED_AT = 2
@@ -72,5 +72,5 @@ def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Findin
         float32_survives=True,
     )
     remedies = tuple(filter(None, (take_bfloat16(it), leave_half(it))))
-    why = f"nothing broke, and the loss falls by {first:.0%}; in float32 it falls by {best:.0%}."
+    why = f"nothing broke, and the loss {said_of_fall(first)}; in float32 it {said_of_fall(best)}."
     yield replace(it, cause="learns in float32 alone", why=why, remedies=remedies)
