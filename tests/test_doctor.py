@@ -172,16 +172,49 @@ def test_what_a_closure_does_is_no_part_of_the_optimizer(tmp_path):
     assert (first["phase"], first["op"], first["step"]) == ("loss", "log", 2)
 
 
+OWN_HALF = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+half = torch.float16
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to(half)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(24):
+    x = torch.randn(4, 8) * (3e5 if step == 2 else 1)
+    x = x.to(half)  # CAST
+    loss = ((model(x / 100) - 1) ** 2).float().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+OWN_CAST = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(24):
+    p = torch.softmax(model(torch.randn(16, 8)) * (60 if step > 9 else 1), -1).to(torch.float16)
+    loss = -(p * torch.log(p + 1e-8)).sum(-1).float().mean()  # LOG
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
 @pytest.mark.process
-def test_what_a_script_does_in_half_by_itself_says_nothing_about_float32(tmp_path):
-    text = HEAD + "model = model.half()\n" + LOOP.format(batch="x = x.half() * 300", loss="")
-    text = text.replace(
-        "with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()",
-        "(loss * 1e4).backward()",
-    )
-    report = report_on(text, tmp_path)
-    assert report["findings"][0]["float32_survives"] is None
-    assert "makes its model half by itself" in report["unknown"][0]
+@pytest.mark.parametrize(
+    ("text", "mark", "op", "fix"),
+    [
+        (OWN_HALF, "# CAST", "to", "write torch.bfloat16 in the place of half, at"),
+        (OWN_CAST, "# LOG", "log", "write 1e-4 in the place of 1e-8"),
+    ],
+)
+def test_float32_is_what_the_scripts_own_would_be(tmp_path, text, mark, op, fix):
+    first = diagnose(text, tmp_path).findings[0]
+    line = next(number for number, it in enumerate(text.splitlines(), 1) if mark in it)
+    assert (first.op, first.where.rpartition(":")[2], first.float32_survives) == (op, str(line), True)
+    assert any(str(it).startswith(fix) for it in first.remedies)
 
 
 @pytest.mark.process
@@ -852,11 +885,11 @@ def test_a_line_with_a_finding_is_not_called_harmless():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"float32_survives": True}, "keep_fp32=['a']: "),
+        ({"float32_survives": True}, "keep_fp32=['a']): "),
         ({"op": "acos", "kind": "nan"}, "a small margin inside of its domain"),
-        ({"float32_survives": True, "module": "h.1.b", "facts": {"own": True}}, "['h.*.b']: these modules"),
+        ({"float32_survives": True, "module": "h.1.b", "facts": {"own": True}}, "['h.*.b']): these modules"),
         ({"float32_survives": True, "autocast": "cpu"}, "m.get_submodule(name)"),
-        ({"float32_survives": True, "keep": ("a", "b")}, "keep_fp32=['a', 'b']: these modules"),
+        ({"float32_survives": True, "keep": ("a", "b")}, "keep_fp32=['a', 'b']): these modules"),
         ({"float32_survives": False, "step": 3}, "learning rate"),
         ({"float32_survives": False}, "no update has been made yet"),
         ({"op": "log"}, "logits"),

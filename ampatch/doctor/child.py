@@ -59,8 +59,10 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
         torch.set_anomaly_enabled(True, False)
         clock.undo.callback(torch.set_anomaly_enabled, False)
     without_gpu = precision.note_autocast_without_gpu(clock.undo)
+    halved = precision.note_halved(clock.undo)
     if run.float32:
         precision.without_casts(clock.undo)
+        precision.OwnFloat32().follow(clock.undo)
     if run.bfloat16:
         precision.make_with(torch.autocast, clock.undo, dtype=torch.bfloat16)
     if run.init_scale is not None:
@@ -73,7 +75,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     silent = Silent(clock, run.window or ())
     if run.sample is not None:
         Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)
-    trace = Trace(clock, run.window, run.goes_on) if run.traces else None
+    trace = Trace(clock, run.window, run.goes_on, run.is_brief) if run.traces else None
     clock.follow_run()
     if run.keep_fp32:
         precision.Keeper(run.keep_fp32, clock)
@@ -88,6 +90,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
             shares=silent.ranges.shares,
             growth=growth.to_json() if growth else None,
             speed=brakes.to_json() if brakes else None,
+            halved=tuple(halved),
             without_gpu=tuple(sorted(without_gpu)),
             autocast=min(clock.autocasts, default=None),
             oversized=tuple(oversized.names if oversized else ()),

@@ -112,7 +112,7 @@ def plain_value(value: object) -> object:
         return {it.name: plain_value(getattr(value, it.name)) for it in fields(value)}
     if isinstance(value, dict):
         return {name: plain_value(each) for name, each in value.items()}
-    return [plain_value(each) for each in value] if isinstance(value, (tuple, list)) else value
+    return type(value)(map(plain_value, value)) if isinstance(value, (tuple, list)) else value
 
 
 def read_finding(origin: Origin, attempt: Attempt) -> Finding:

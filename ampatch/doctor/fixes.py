@@ -133,6 +133,7 @@ class Float32(Fix):
     """float32 throughout: without `torch.autocast` for a device, or at O0."""
 
     device: str | None
+    has_scaler: bool = False
 
     def change(self, run: Run) -> Run:
         """Turns all casts off."""
@@ -141,7 +142,8 @@ class Float32(Fix):
     def __str__(self) -> str:
         how = "opt_level O0"
         if self.device is not None:
-            how = f"torch.autocast({self.device!r}, enabled=False) and GradScaler(enabled=False)"
+            how = f"torch.autocast({self.device!r}, enabled=False)"
+            how += " and GradScaler(enabled=False)" if self.has_scaler else ""
         return f"{how}: float32 throughout; nothing less that was tried was enough"
 
 

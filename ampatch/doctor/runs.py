@@ -32,6 +32,7 @@ class Seen:
     is_open: bool
     is_half: bool  # a model had half parameters
     origins: tuple[Origin, ...]
+    halved: tuple[str, ...] = ()  # lines at which the script itself makes models half
     silent: tuple[Finding, ...] = ()
     shares: dict[int, float] = field(default_factory=dict)  # as `Ranges` notes them
     growth: dict | None = None

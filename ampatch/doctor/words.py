@@ -21,7 +21,6 @@ SURVIVES = {
     False: "the same run in float32 breaks as well: this is not a matter of precision",
     None: "whether float32 survives is not known",
 }
-CASTS_ITSELF = "the same run in float32 breaks as well: the script itself casts to half there"
 
 
 def describe(report: Report) -> Iterator[str]:
@@ -89,8 +88,9 @@ def describe_nothing(report: Report) -> Iterator[str]:
     elif skipped := report.scale.get("skipped"):
         scales = [scale for _, scale in report.scale["history"]]
         yield (
-            f"Nothing broke. {len(skipped)} of {report.scale['steps']} steps were skipped (scale {scales[0]:g} "
-            f"to {scales[-1]:g}): that is a dynamic loss scale finding its value; nothing to do."
+            f"Nothing broke. {len(skipped)} of {report.scale['steps']} steps were skipped "
+            f"(scale {scales[0]:g} to {scales[-1]:g}): that is a dynamic loss scale finding its value; "
+            "nothing to do."
         )
     elif not report.scale["steps"]:
         yield "No optimizer made a step."
@@ -120,8 +120,7 @@ def describe_finding(finding: Finding) -> Iterator[str]:
     again = steps + ", ".join(map(str, finding.steps[1:])) if len(finding.steps) > 1 else ""
     if not {"error", "raised"} & finding.facts.keys():
         yield f"  first {finding.kind}{element}{sample}; {finding.count} in all{again}"
-    is_cast = "cast" in finding.facts and finding.float32_survives is False
-    yield f"  {CASTS_ITSELF if is_cast else SURVIVES[finding.float32_survives]}"
+    yield f"  {SURVIVES[finding.float32_survives]}"
 
 
 def describe_fixes(finding: Finding) -> Iterator[str]:

@@ -44,7 +44,7 @@ def follow(facts: WeakTensorKeyDictionary, call: ops.Call, of: Operation, given:
     if constant is not None:
         call.facts["constant"] = constant
     is_cast = call.op in ops.CASTS and call.phase != "input" and is_called_by_user()
-    if is_cast and re.search("half|float16", text_of(call.where)):  # not the type of another tensor
+    if is_cast and not re.search(r"\.dtype|type_as", text_of(call.where)):  # not the type of another tensor
         call.facts["cast"] = call.where
     for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
         result = plain(given[0])

@@ -11,6 +11,8 @@ from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.region import statement_of_zeros
 from ampatch.doctor.instruments.values import Damage, examine, is_mask, key_of
 
+HARMLESS = (*CASTS, "detach")  # which make NaN of nothing
+
 
 class Origins:
     """All of a run, in the order of their appearance; marks are their indices."""
@@ -65,7 +67,7 @@ class Origins:
         self.note_taken(marks, call.phase)
         in_batch = bool(damage.element) and damage.shape[0] in self.batch_sizes
         for origin in (self.all[index] for index in marks):
-            is_told = call.op not in CASTS and not call.op.startswith("_")  # a cast makes NaN of nothing
+            is_told = call.op not in HARMLESS and not call.op.startswith("_")
             if origin.damage.kind == "inf" and origin.turns is None and is_told:
                 origin.turns = call.op, call.where, damage.element[0] if in_batch else None
 

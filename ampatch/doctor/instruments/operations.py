@@ -85,6 +85,7 @@ class Call:
     where: str | None
     dtype: str = ""
     origins: set[int] = field(default_factory=set)  # whose marks it took or gave
+    hidden: set[int] = field(default_factory=set)  # of bad data, of which it makes finite numbers
     infinite: Damage | None = None  # of what it took, and what may be a mask
     is_data: bool = False  # whether that came with the batch
     autocast: str | None = None  # the device for which torch.autocast was on

@@ -46,6 +46,14 @@ RULES = (  # the first that explains a finding is its cause
         (do.SET_WEIGHT,),
         (("input",), is_of_weight, lambda it: "constant" not in it.facts),
     ),
+    Rule(
+        "cast of the input",
+        "{made}{limit} The script itself casts its input to half there.",
+        (do.take_bfloat16, do.CAST_SMALLER, do.leave_own_half),
+        (("input",),),
+        ops.CASTS,
+        INF,
+    ),
     Rule("data", BAD_DATA, (do.take_zeros, do.MEND_DATA), (("input",),), UNSEEN),
     Rule(
         "eps of an optimizer in half",
@@ -153,8 +161,8 @@ RULES = (  # the first that explains a finding is its cause
     Rule(
         "cast by hand",
         "{made}{limit} The script itself casts to half, at {cast}.",
-        (do.cast_back, *SMALLER),
-        (has("cast"), lambda it: it.float32_survives is not True),
+        (do.cast_back, *SMALLER, do.take_bfloat16),
+        (has("cast"), lambda it: it.facts.get("constant", (0, "inf"))[1] not in ("0", "1")),
     ),
     Rule(
         TOO_LARGE,
@@ -245,7 +253,7 @@ RULES = (  # the first that explains a finding is its cause
     Rule(
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
-        (do.CLAMP_DIVISOR, do.leave_nothing_out, *PRECISION),
+        (do.keep, do.paste, do.CLAMP_DIVISOR, do.leave_nothing_out, do.take_bfloat16),
         (lambda it: it.facts.get("zero", True),),
         ops.QUOTIENTS,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.fixes import Bfloat16, Dynamic, Fix, Float32, Keep, Level, Paste, Rate, StartScale, Words
@@ -13,7 +13,16 @@ from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
 from ampatch.doctor.rules.words import words_for
 from ampatch.doctor.text.logarithm import log_source
-from ampatch.doctor.text.mend import Mend, cast_source, constructed, mended, normalized_source, widened
+from ampatch.doctor.text.mend import (
+    Mend,
+    cast_source,
+    constructed,
+    mended,
+    normalized_source,
+    retyped,
+    summed_source,
+    widened,
+)
 from ampatch.doctor.text.source import Change, lines_on_disk, place_of
 
 Remedy = str | Callable[[Finding], Fix | None]  # None where it does not fit
@@ -39,7 +48,8 @@ def keep(finding: Finding) -> Fix | None:
     if finding.op in EXPONENTIALS and finding.facts.get("own") and not finding.autocast:  # and its like
         names = list(dict.fromkeys(re.sub(r"([a-z_]\w*)\.\d+", r"\1.*", it) for it in names))
     model = finding.model or finding.facts.get("model")
-    if not (finding.float32_survives and names and model):
+    is_own = finding.facts.get("halved") and not finding.autocast  # which no level reaches
+    if is_own or not (finding.float32_survives and names and model):
         return None
     return Keep(tuple(names), model, finding.autocast)
 
@@ -75,12 +85,31 @@ def take_bfloat16(finding: Finding) -> Fix | None:
     """Takes the half type that has float32's range."""
     if not finding.float32_survives or "bfloat16" in (finding.dtype, finding.facts.get("half")):
         return None
+    if where := finding.facts.get("halved"):
+        text = ", whose range is that of float32"
+        return own_type(where, "bfloat16", text)
     return Bfloat16(finding.autocast) if finding.autocast else Level("O4", f" (bfloat16){RANGE}")
+
+
+def own_type(lines: Sequence[str], dtype: str, why: str) -> Fix | None:
+    """Writes another type where a script itself makes a model half: in all of the file of the first line."""
+    changes = retyped(lines[0], dtype)
+    at = " and ".join(shown(it.where) for it in changes)
+    title = f"write torch.{dtype} in the place of half, at {at}{why}"
+    return Paste(title, changes, False) if changes else None
+
+
+def leave_own_half(finding: Finding) -> Fix | None:
+    """Trains in float32 what the script itself makes half, whatever the level."""
+    lines = finding.facts.get("halved")
+    why = ": the script makes its model half itself, whatever the level"
+    return lines and own_type(lines, "float32", why)
 
 
 def leave_half(finding: Finding) -> Fix | None:
     """Computes in float32, where nothing else is enough."""
-    return Float32(finding.autocast) if finding.float32_survives else None
+    is_apt = finding.float32_survives
+    return Float32(finding.autocast, bool(finding.facts.get("has_scaler"))) if is_apt else None
 
 
 def lower_rate(finding: Finding) -> Fix | None:
@@ -93,7 +122,7 @@ def lower_rate(finding: Finding) -> Fix | None:
 def slow_down(finding: Finding) -> Fix | None:
     """Keeps weights from growing that have grown so much that float32 would break later."""
     if finding.facts.get("halved"):
-        return Words("remove .half() from the model: the script makes it half itself, whatever the level")
+        return leave_own_half(finding)
     grown = finding.facts.get("grown", 1.0)
     if grown < DIVERGES:
         return None
@@ -185,7 +214,7 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
         words = words_for(finding)
         op = "div" if finding.op in ("true_divide", "div_") else finding.op
         filled = {
-            name: text.replace("{eps}", str(words["eps"])).replace("{top}", str(words["top"]))
+            name: text.replace("{eps}", str(words.get("eps"))).replace("{top}", str(words.get("top")))
             for name, text in how.items()
         }
         if finding.facts.get("signed") and how.get("suffix") == CLAMP:
@@ -250,6 +279,17 @@ def count_elements(finding: Finding) -> Fix:
     return mend("sum, and divide by the count", said, tail=" / max({x}.numel(), 1)", **changed)(finding)
 
 
+def sum_in_float32(finding: Finding) -> Fix | None:
+    """Adds in float32, and casts the sum back."""
+    change = summed_source(finding.where, finding.op)
+    return Paste("sum in float32, and cast the sum", (change,)) if change else None
+
+
+def cast_in_functions(finding: Finding) -> Fix:
+    """Takes a level that casts inside of functions."""
+    return Level("O4" if finding.facts["dtype"] == "bfloat16" else "O1", ", which casts in functions alone")
+
+
 def cut_rate(text: str) -> Remedy:
     """Lowers the learning rate, and says what else may be done, and why."""
     return lambda _: Rate(text)
@@ -279,6 +319,7 @@ CLAMP_DIVISOR = mend(
 )
 WIDEN = mend("take correction=0: one number has a spread of 0", keyword=", correction=0")
 TAKE_SLOGDET = mend("torch.slogdet(w)[1]: the logarithm of its magnitude", name="slogdet", tail="[1]")
+IN_FLOAT32_TOO = mend("compute it in float32: {op}(x.float())", suffix=".float()")
 IN_FLOAT32 = mend("compute it in float32: torch.atan2(y.float(), x)", suffix=".float()")
 OPEN_CLASSES = (
     "leave the masked classes out of the logits and the targets, logits[:, open_classes], or take "

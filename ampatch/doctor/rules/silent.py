@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampatch.doctor.rules import remedies as do
-from ampatch.doctor.rules.rule import Rule, Test
+from ampatch.doctor.rules.rule import Rule, Test, has
 
 IN_FLOAT32 = do.paste_or(
     "compute the line in float32, with `x = x.float()` before it, and let its result stay float32"
@@ -109,6 +109,7 @@ RULES = (
         "lost_updates",
         "{share:.0%} of the {dtype} weights that have a gradient did not change in the step: {dtype} is too "
         "coarse for it.",
+        do.leave_own_half,
         "keep what is trained in float32: model.float() under torch.autocast, or opt_level O2 or O5, "
         "which step float32 masters",
         of=(is_of("step"),),
@@ -120,8 +121,37 @@ RULES = (
         "of weights, p.float() there, and inputs of float32 where that average is used",
     ),
     silent(
+        "lost_counts",
+        "{op} counts in {dtype}, which holds whole numbers up to {limit} only: more is rounded away.",
+        do.sum_in_float32,
+        "count in float32, or in a number of Python: correct += hits.sum().item()",
+    ),
+    silent(
+        "lost_sums",
+        "{op} adds one after the other in {dtype}, until each is too small for the sum: it gives {have:.5g} "
+        "where float32 has {wanted:.5g}.",
+        do.sum_in_float32,
+        do.keep,
+        "sum in float32: what it adds to, and what it adds",
+    ),
+    silent(
+        "saturated",
+        "{op} rounds {share:.0%} of its numbers to 1 in {dtype}, which they are not in float32: their "
+        "derivative is 0 then, and nothing learns behind them.",
+        *(do.IN_FLOAT32_TOO, do.keep),
+        "take a loss on logits, such as binary_cross_entropy_with_logits",
+    ),
+    silent(
         "collapsed",
-        "{op} makes {after} numbers of {before} in {dtype}, which holds whole numbers up to {limit} alone.",
+        "{op} makes {after} numbers of {before} in {dtype}, which holds whole numbers up to {limit} only: "
+        "the opt level casts what the model is given.",
+        do.cast_in_functions,
+        "give these to the model as integers, in a tensor of their own, which no level casts",
+        of=(has("given", True),),
+    ),
+    silent(
+        "collapsed",
+        "{op} makes {after} numbers of {before} in {dtype}, which holds whole numbers up to {limit} only.",
         "keep these in float32, and cast what is computed of them: positions, times, and counts",
     ),
     silent(

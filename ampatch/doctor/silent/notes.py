@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -82,18 +82,31 @@ def examine_silent(
     attempts: Sequence[Attempt],
     findings: Sequence[Finding],
     is_raised: bool = False,
+    learns_less: Callable[[], bool] = lambda: False,
 ) -> tuple[Finding, ...]:
-    """Returns the silent faults with their words, but for what has a finding, or ended the script."""
+    """Returns the silent faults with their words, but for what has a finding, or ended the script.
+
+    Some are faults only where the loss does not fall, or `learns_less` says that it falls less than in
+    float32.
+    """
     loud = {finding.where for finding in findings}
-    faults = merge_faults(found, attempts)
-    kinds = {fault.kind for fault in faults}
-    return tuple(
-        explain(fault)
-        for fault in faults
-        if (fault.phase != "forward" or fault.where not in loud) and EXPLAINED.get(fault.kind) not in kinds
-        if not (is_raised and fault.kind == "unscaled_twice")
-        if fault.kind != "lost_updates" or fault.facts["share"] > STUCK or is_flat(attempts)
-    )
+    merged = merge_faults(found, attempts)
+    kinds = {fault.kind for fault in merged}
+    faults = [
+        fault
+        for fault in merged
+        if (fault.phase in ("backward", "optimizer") or fault.where not in loud)
+        and EXPLAINED.get(fault.kind) not in kinds
+        and not (is_raised and fault.kind == "unscaled_twice")
+    ]
+    is_fault = any(map(is_doubtful, faults)) and (is_flat(attempts) or learns_less())
+    return tuple(explain(fault) for fault in faults if is_fault or not is_doubtful(fault))
+
+
+def is_doubtful(fault: Finding) -> bool:
+    """Says whether it may do no harm: weights that stay for a while, probabilities that are sure."""
+    is_part = fault.kind == "lost_updates" and fault.facts["share"] <= STUCK
+    return is_part or fault.kind == "saturated"
 
 
 def merge_faults(found: Sequence[Finding], attempts: Sequence[Attempt]) -> list[Finding]:

@@ -126,7 +126,9 @@ class Scaled(Instrument, amp.Observer):
         """Asks whether a scaled loss is part of it, and what gradients there are."""
         self._backwards += 1
         self._now = None
-        for parameter in self.clock.models.parameters():
+        for parameter in (
+            self.clock.models.parameters() if self.clock.micro_step == 0 or self._has_scaler else ()
+        ):
             self._forget_zeros(parameter)
         if not self._has_scaler:
             return
@@ -164,15 +166,16 @@ class Scaled(Instrument, amp.Observer):
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         """Notes a step of old gradients, or of none, as of parameters that the model has no more."""
-        self._stepped_at = user_line()
+        where = user_line()
+        self._stepped_at = where if is_in_autocast() else None
         found, now = self._of(optimizer), self.clock.attempt
         self._empty = 0 if found or not self.clock.changed else self._empty + 1
         if found and all(known.is_old for _, known in found):
-            self._tell("not_zeroed", "step", self._stepped_at)
+            self._tell("not_zeroed", "step", where)
         elif found and all(known.stepped == it.grad._version for it, known in found):
-            self._tell("stepped_twice", "step", self._stepped_at, attempt=max(now - 1, 0))
+            self._tell("stepped_twice", "step", where, attempt=max(now - 1, 0))
         elif self._empty == MOST_EMPTY:
-            self._tell("no_gradients", "step", self._stepped_at, attempt=now + 1 - MOST_EMPTY)
+            self._tell("no_gradients", "step", where, attempt=now + 1 - MOST_EMPTY)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Notes what was stepped; a loss that was scaled an attempt ago has not been used."""
@@ -292,3 +295,10 @@ class Scaled(Instrument, amp.Observer):
         """Notes a backward that was not scaled, whose gradients a scaler takes for scaled ones."""
         for line in dict.fromkeys(it.raw for _, it in self._of(optimizer) if it.raw is not None):
             self._tell("unscaled_backward", "backward", line, "backward")
+
+
+def is_in_autocast() -> bool:
+    """Says whether a region of torch.autocast is open, which keeps the casts of weights."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth > 0

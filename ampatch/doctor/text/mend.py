@@ -143,6 +143,52 @@ def widened(where: str | None) -> Change | None:
     return None
 
 
+def retyped(where: str, dtype: str) -> tuple[Change, ...]:
+    """Returns the lines of a file, that of "file:line", which name a half type, with another type there."""
+    source, _ = statements_of(where)
+    types = ("half", "float16", "bfloat16") if dtype == "float32" else ("half", "float16")
+    edits: dict[int, list[Edit]] = {}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in types:
+            is_method = node.attr != "float16" and getattr(node.value, "id", "") != "torch"
+            new = dtype.removesuffix("32") if is_method else dtype
+            edits.setdefault(node.end_lineno or 0, []).append(
+                (source.end(node) - len(node.attr), new, len(node.attr))
+            )
+    return tuple(source.edited_line(line, found) for line, found in sorted(edits.items()))
+
+
+def summed_source(where: str | None, op: str) -> Change | None:
+    """Returns the statement at a line with a sum in float32, of which the result is cast back."""
+    source, statements = statements_of(where)
+    for statement in statements:
+        calls = [it for it in ast.walk(statement) if isinstance(it, ast.Call)]
+        for call in (it for it in calls if getattr(it.func, "attr", "") == op and len(it.args) > 1):
+            new, dtype = made_in_float32(source, getattr(call.func, "value", None))
+            if not dtype:
+                continue
+            added = call.args[-1]
+            in_float32 = behind(source.begin(added), source.end(added), isinstance(added, ATOMS), ".float()")
+            edits = made_in_float32(source, added)[0] or [*in_float32]
+            return source.edited(statement, [*new, *edits, (source.end(call), f".to({dtype})", 0)])
+    return None
+
+
+def made_in_float32(source: Source, made: ast.expr | None) -> tuple[list[Edit], str]:
+    """Returns the edits that make a tensor in float32, as by torch.zeros, and the type that it had."""
+    if not isinstance(made, ast.Call) or not isinstance(made.func, ast.Attribute):
+        return [], ""
+    if not made.func.attr.removeprefix("new_").startswith(("zeros", "ones", "full", "empty")):
+        return [], ""
+    for keyword in (it for it in made.keywords if it.arg == "dtype"):
+        begin, end = source.begin(keyword.value), source.end(keyword.value)
+        return [(begin, "torch.float32", end - begin)], ast.unparse(keyword.value)
+    owner = made.args[0] if made.func.attr.endswith("_like") else made.func.value
+    if getattr(owner, "id", "") in NAMESPACES:
+        return [], ""
+    return [(source.end(made) - 1, ", dtype=torch.float32", 0)], f"{ast.unparse(owner)}.dtype"
+
+
 def constructed(where: str | None, name: str, keyword: str) -> Change | None:
     """Returns the statement of a line's file that makes an object of a class, with a keyword more."""
     source, _ = statement_of(where)

@@ -141,6 +141,11 @@ class Source:
         text = self._edited(self._starts[statement.lineno - 1], self._starts[end], edits)
         return self.change(statement.lineno, end, tuple(dedent(text).rstrip().split("\n")))
 
+    def edited_line(self, line: int, edits: Sequence[Edit]) -> Change:
+        """Returns the change of a line by some edits."""
+        text = self._edited(self._starts[line - 1], self._starts[line], edits)
+        return self.change(line, line, (text.strip(),))
+
     def replaced(self, statement: ast.stmt, lines: Lines) -> Change:
         """Returns the change that puts lines in the place of one statement.
 

@@ -9,22 +9,17 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.remedies import leave_half, take_bfloat16
 from ampatch.doctor.rules.table import explain
+from ampatch.doctor.run import Run
+from ampatch.doctor.suspects import has_scaler
 from ampatch.doctor.trial.trial import Trial, said_of_fall
 
 LEARNS = 0.3  # of the loss, by which it falls more: less is noise, as that of a game
 MOST_LOOKED_AT = 2
 
 
-def is_lossy(fault: Finding) -> bool:
-    """Says whether a silent fault is that an operation, or a gradient, loses numbers in half."""
-    return fault.kind in ("zeros", "underflow")
-
-
-def try_silent(trial: Trial, faults: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Returns silent faults, the first with what came of its fixes, if half loses something there."""
-    if not (faults and is_lossy(faults[0])):
-        return tuple(faults)
-    return (trial.order(faults[0]), *faults[1:])
+def can_try(fault: Finding, run: Run) -> bool:
+    """Says whether a program can do something of what is said of a silent fault."""
+    return any(fix.change(run) is not None for fix in fault.remedies)
 
 
 def falls_on(attempts: Sequence[Attempt]) -> bool:
@@ -70,6 +65,7 @@ def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Findin
         dtype=half,
         autocast=autocast,
         float32_survives=True,
+        facts={"has_scaler": has_scaler(trial.seen.attempts)},
     )
     remedies = tuple(filter(None, (take_bfloat16(it), leave_half(it))))
     why = f"nothing broke, and the loss {said_of_fall(first)}; in float32 it {said_of_fall(best)}."

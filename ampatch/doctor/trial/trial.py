@@ -52,6 +52,7 @@ class Trial:
     run: Run
     seen: Seen
     again: Seen
+    can_afford: Callable[[], bool] = lambda: True
     fault: int = 0  # the attempt that broke, which each run has to pass
     tried: dict[Fix, Outcome] = field(default_factory=dict)
 
@@ -60,7 +61,8 @@ class Trial:
         steps = [it.step for it in self.seen.attempts]
         self.fault = steps.index(finding.step) if finding.step in steps else len(steps)
         for fix in finding.remedies:
-            if fix.change(self.run) is not None and len(self.tried) < MOST_TRIED:
+            is_due = len(self.tried) < MOST_TRIED and self.can_afford()
+            if is_due and fix.change(self.run) is not None:
                 self.tried[fix] = self._try(fix)
                 if self.tried[fix].rank == Rank.TRAINS:
                     break
@@ -89,6 +91,8 @@ class Trial:
         first = next(it for it in finding.remedies if it in self.tried)
         outcome, parts = self.tried[first], ((finding.where, first),)
         while outcome.rank == Rank.BREAKS and outcome.seen is not None and len(parts) < MOST_JOINED:
+            if not self.can_afford():
+                return ()
             window = outcome.seen.suspects[:MOST_JOINED]
             run = Both(parts).change(self.run)
             traced = run and replace(run, traces=True, window=window)
@@ -116,7 +120,7 @@ class Trial:
         """Runs a script with a fix and says what came of it; where it is not enough, with the next one."""
         came = self._come_of(fix.change(self.run))
         found, now = came.after(fix), fix
-        while found.rank != Rank.TRAINS and (now := now.next()) is not None:
+        while found.rank != Rank.TRAINS and self.can_afford() and (now := now.next()) is not None:
             came = self._come_of(now.change(self.run))
             if came.rank == Rank.TRAINS:
                 found = came.after(now)
