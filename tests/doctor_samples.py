@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 from ampatch.doctor.finding import Finding, Report
+from ampatch.doctor.fixes import Keep, Words
 from ampatch.doctor.growth.curves import describe_growth
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import SilentFault
 
 STEPS = 60
 SCALE = 1024.0
@@ -69,7 +69,7 @@ def sample_finding(**given):
         "steps": (53, 54, 55),
         "float32_survives": True,
         "why": "linear made 135 inf in float16; its largest input is 4720. float16 ends at 65504.",
-        "remedies": ("divide before the sum", "keep_fp32=['head']: this module runs in float32"),
+        "remedies": (Words("divide before the sum"), Keep(("head",), "model")),
     }
     return Finding(**values | given)
 
@@ -131,14 +131,15 @@ def sample_report():
 
 def sample_fault(model, module):
     where = "train.py:9"
-    return SilentFault(
-        "clipped_while_scaled", 2, "backward", model, module, None, "clip_grad_norm_", where, why="It was."
+    return Finding(
+        "clipped_while_scaled", 2, "backward", model, module, "clip_grad_norm_", where, why="It was."
     )
 
 
 def extreme_reports():
     """Pages of these must hold as well."""
-    hostile = sample_finding(module=HOSTILE, op=HOSTILE, where=HOSTILE, why=HOSTILE, remedies=(HOSTILE,))
+    words = {"where": HOSTILE, "why": HOSTILE, "remedies": (Words(HOSTILE),)}
+    hostile = sample_finding(module=HOSTILE, op=HOSTILE, **words)
     long = {
         f"encoder.layers.{i}.self_attention.output_projection": (growing(i, 1.3), 3.0, 1.0) for i in range(90)
     }
@@ -151,9 +152,7 @@ def extreme_reports():
         "hostile": Report(
             (hostile,),
             unknown=(HOSTILE,),
-            silent=(
-                replace(sample_fault(HOSTILE, HOSTILE), why=HOSTILE, where=HOSTILE, remedies=(HOSTILE,)),
-            ),
+            silent=(replace(sample_fault(HOSTILE, HOSTILE), **words),),
             growth=describe_growth(notes_of({HOSTILE: (9.0, 1.0, 1.0)}), attempts_of()),
         ),
         "long": Report(

@@ -7,6 +7,7 @@ float32 survives is measured: the same script runs without mixed precision, and 
 
 import argparse
 import json
+import linecache
 import os
 import random
 import sys
@@ -21,7 +22,8 @@ import torch
 
 from ampatch.doctor.campaign import Campaign, start_process
 from ampatch.doctor.child import carry_out as run_child
-from ampatch.doctor.runs import Run
+from ampatch.doctor.finding import Report
+from ampatch.doctor.run import Run
 
 # ---- Faults ----
 
@@ -435,7 +437,7 @@ def fork_child(run: Run, folder: Path) -> tuple[int, str]:
     said = folder / "said.txt"
     child = os.fork()
     if child == 0:
-        run_forked(lambda: run_child(Run(**json.loads(run.to_json()))), said)
+        run_forked(lambda: run_child(Run.from_json(run.to_json())), said)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), said.read_text()
 
@@ -467,11 +469,16 @@ def run_forked(function, said: Path) -> None:
         os._exit(status)
 
 
-def report_on(script: str, folder: Path, propose: bool = False, tries: bool = False) -> dict:
+def diagnose(script: str, folder: Path, propose: bool = False, tries: bool = False) -> Report:
     """Returns the doctor's report on a script."""
     (folder / "train.py").write_text(script)
-    campaign = Campaign(Run(str(folder / "train.py")), launch=fork_child, tries=tries)
-    return json.loads(json.dumps(campaign.report(propose).to_json()))
+    linecache.clearcache()
+    return Campaign(Run(str(folder / "train.py")), launch=fork_child, tries=tries).report(propose)
+
+
+def report_on(script: str, folder: Path, propose: bool = False, tries: bool = False) -> dict:
+    """Returns the doctor's report on a script, as it is written to a file."""
+    return json.loads(json.dumps(diagnose(script, folder, propose, tries).to_json()))
 
 
 def examine(fault: Fault, folder: Path) -> dict:

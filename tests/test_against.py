@@ -17,7 +17,7 @@ from ampatch.doctor.against.sample import Sample, read_samples
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.runs import Run
+from ampatch.doctor.run import Run
 
 
 class Off(nn.Module):

@@ -1,20 +1,19 @@
 """Scripts after what people report: the first advice, applied to the letter, and the script trains."""
 
-import ast
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent, indent
 
 import pytest
 
-from ampatch.doctor.causes import explain
-from ampatch.doctor.finding import Finding
-from ampatch.doctor.runs import Run, Seen
-from ampatch.doctor.silent.fault import MISUSES
-from faults import fork_child, report_on
+from ampatch.doctor.fixes import Dynamic, Keep, Level, Paste, Rate
+from ampatch.doctor.run import Run
+from ampatch.doctor.runs import Seen
+from ampatch.doctor.text.source import changed_texts
+from ampatch.doctor.words import MISUSES
+from faults import diagnose, fork_child
 
 HEAD = """
 import argparse
@@ -91,49 +90,25 @@ def write_script(case):
     return HEAD + parts + (SCALED if level else AUTOCAST).format(**filled)
 
 
-def apply(script, finding, advice):
-    """Does what advice says to the letter; None where that takes a reader."""
-    line = int(finding["where"].rpartition(":")[2])
-    said, _, text = advice.partition("\n")
-    text = dedent(text)
-    if found := re.search(r"where it is (?:used|made), at .*:(\d+):$", said):
-        line = int(found[1])
-    if "get_submodule" in text:
-        return script.replace("optimizer =", f"{text}\noptimizer =", 1)
-    if "by what stands above it" in said:
-        function = text.rpartition("\n")[2]
-        return re.sub(f"( *){re.escape(function)}", lambda it: indent(text, it[1]), script, count=1)
-    if text:
-        return replace(script, line, text)
-    if found := re.match(r"write (-?)(\S+) in the place of \1(.+?), at ", said):
-        lines = script.split("\n")
-        for at in map(int, re.findall(r"\.py:(\d+)", said)):
-            assert found[3] in lines[at - 1]
-            lines[at - 1] = lines[at - 1].replace(found[3], found[2])
-        return "\n".join(lines)
-    if said.startswith(("keep_fp32=", "loss_scale=")):
-        script = re.sub(r", loss_scale=[\d.]+", "", script)
-        return script.replace("verbosity=0", f"verbosity=0, {re.split(': | in the place', said)[0]}")
-    if found := re.match(r".*opt_level (O\d)", said):
-        return re.sub(r'opt_level="O\d"', f'opt_level="{found[1]}"', script)
-    if "lower the learning rate" in said:
-        return re.sub(
-            r"weight_decay=[\de.+-]+", "weight_decay=1e-4", re.sub(r"lr=[\de.+-]+", "lr=0.1", script)
-        )
-    if "cast to float32 there" in said:
-        at = int(finding["facts"]["cast"].rpartition(":")[2])
-        return replace(script, at, script.split("\n")[at - 1].strip().replace(".half()", ".float()"))
+def apply(script, fix):
+    """Does what a fix says to the letter; None where that takes a reader."""
+    match fix:
+        case Paste(changes=changes):
+            (text,) = changed_texts(changes).values()
+            return text
+        case Keep(autocast=str()):
+            lines = str(fix).split("\n")[1:]
+            return script.replace("optimizer =", dedent("\n".join(lines)) + "\noptimizer =", 1)
+        case Keep():
+            return script.replace("verbosity=0", f"verbosity=0, keep_fp32={list(fix.modules)}")
+        case Dynamic():
+            return re.sub(r", loss_scale=[\d.]+", ', loss_scale="dynamic"', script)
+        case Level():
+            return re.sub(r'opt_level="O\d"', f'opt_level="{fix.level}"', script)
+        case Rate():
+            lowered = re.sub(r"weight_decay=[\de.+-]+", "weight_decay=1e-4", script)
+            return re.sub(r"lr=[\de.+-]+", "lr=0.1", lowered)
     return None
-
-
-def replace(script, line, text):
-    """Puts a statement in the place of the one at a line, or of the lines that it names."""
-    found = [it for it in ast.walk(ast.parse(script)) if isinstance(it, ast.stmt) and it.lineno == line]
-    named = re.match(r"# in the place of lines (\d+) to (\d+)", text)
-    line, last = map(int, named.groups()) if named else (line, found[-1].end_lineno)
-    lines = script.split("\n")
-    lines[line - 1 : last] = [indent(text, re.match(" *", lines[line - 1])[0])]
-    return "\n".join(lines)
 
 
 def trains(attempts, said):
@@ -157,12 +132,11 @@ def run(script, folder):
 def test_a_script_trains_that_does_what_the_first_advice_says(tmp_path, name):
     case = CASES[name]
     script = write_script(case)
-    report = report_on(script, tmp_path)
-    finding = explained(report)
-    assert case["line"] in script.split("\n")[int(finding["where"].rpartition(":")[2]) - 1]
-    advice = finding["remedies"][0]
-    assert case["says"] in advice
-    fixed = apply(script, finding, advice) or script.replace(*case["edit"].replace("\\n", "\n").split(" => "))
+    finding = first_of(diagnose(script, tmp_path))
+    assert case["line"] in script.split("\n")[int(finding.where.rpartition(":")[2]) - 1]
+    assert case["says"] in str(finding.remedies[0])
+    fixed = apply(script, finding.remedies[0])
+    fixed = fixed or script.replace(*case["edit"].replace("\\n", "\n").split(" => "))
     assert not run(script, tmp_path)
     assert run(fixed, tmp_path)
 
@@ -191,15 +165,15 @@ def test_a_watch_within_the_script_says_the_same(tmp_path, name):
     assert CASES[name]["says"] in re.split("\n  -> ", said)[1]
 
 
-def explained(report):
-    """Returns the first finding, with its remedies, or the first silent fault where that comes before it."""
-    if not report["findings"] or any(it["kind"] in MISUSES for it in report["silent"]):
-        return report["silent"][0]
-    return asdict(explain(Finding(**report["findings"][0])))
+def first_of(report):
+    """Returns the first finding, or the first silent fault where that comes before it."""
+    if not report.findings or any(it.kind in MISUSES for it in report.silent):
+        return report.silent[0]
+    return report.findings[0]
 
 
 @pytest.mark.process(keep=2)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_of_a_healthy_script_nothing_is_said(tmp_path, name):
-    report = report_on(write_script(HEALTHY[name]), tmp_path)
-    assert (report["findings"], report["silent"], report["untraced"]) == ([], [], "")
+    report = diagnose(write_script(HEALTHY[name]), tmp_path)
+    assert (report.findings, report.silent, report.untraced) == ((), (), "")

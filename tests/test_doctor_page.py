@@ -7,9 +7,11 @@ from functools import cache
 import pytest
 
 from ampatch.doctor.finding import Report
+from ampatch.doctor.fixes import Paste, Rank, Tried, Words
 from ampatch.doctor.growth.curves import describe_growth
 from ampatch.doctor.page.charts import charts_of
 from ampatch.doctor.page.page import write_page
+from ampatch.doctor.text.source import Change
 from chromium import look_at, needs_chromium
 from doctor_samples import HOSTILE, attempts_of, extreme_reports, notes_of, sample_finding
 from test_sweep_page import Page, check_whole
@@ -52,11 +54,12 @@ def test_what_broke_comes_first_then_where_it_grew_and_what_departs():
 
 
 def test_what_was_tried_stands_behind_its_advice_and_text_to_paste_keeps_its_lines():
-    advice = "that statement alone in float32:\n     y = x.float().exp()"
-    finding = sample_finding(remedies=(advice, "b"), tried=("the script trains", ""))
+    advice = Paste("that", (Change("net.py", 1, 1, ("y = x.float().exp()",)),))
+    tried = (Tried(Rank.TRAINS, "the script trains"), Tried())
+    finding = sample_finding(remedies=(advice, Words("b")), tried=tried)
     flat = replace(finding, facts={"flat": True}, count=7777)
     html = write_page(Report((finding, flat)), "train.py")
-    assert f'<li>{advice} <span class="muted">(tried: the script trains)</span></li>\n<li>b</li>' in html
+    assert f'<li>{advice} <span class="muted">(tried: the script trains)</span></li>\n<li>b <span' in html
     assert "pre-wrap" in html
     assert "7777" not in html
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ampatch.doctor.campaign import Campaign
-from ampatch.doctor.runs import Run
+from ampatch.doctor.run import Run
 from faults import fork_child
 from helpers import snapshot
 from legacy import print_in_forks

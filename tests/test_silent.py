@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
@@ -13,14 +14,14 @@ from ampatch.__main__ import main
 from ampatch.apex.script import level_overrides
 from ampatch.doctor.against import sample
 from ampatch.doctor.against.sample import Sample
-from ampatch.doctor.finding import Report
+from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import SilentFault, examine_silent
 from ampatch.doctor.silent.gradients import compare_gradients
+from ampatch.doctor.silent.notes import examine_silent
 from ampatch.doctor.silent.watch import Silent
 from ampatch.doctor.words import describe
 from doctor_samples import sample_finding
@@ -579,7 +580,7 @@ def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style
     run_sample(text, tmp_path, attempt, repeats=True)
     found, unknown = compare_gradients(tmp_path, attempt)
     assert unknown == ""
-    by_name = {it.parameter: it.numbers for it in found}
+    by_name = {it.parameter: it.facts for it in found}
     assert {"one.weight", "two.weight"} <= set(by_name)
     assert not {"dead.weight", "dead.bias"} & set(by_name)
     rows = by_name.get("rows.weight", {"zeros_in_float32": 1, "share": 0})
@@ -626,18 +627,111 @@ def test_weights_of_which_many_stand_still_are_a_fault_where_the_loss_does_too(r
     assert [it.kind for it in examine_silent(found, attempts, ())] == kinds
 
 
+COUNTED = """
+correct = torch.zeros((), dtype=torch.{dtype})
+for step in range(16):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(torch.randn(4, 8)), torch.zeros(4).long())
+    loss.backward()
+    optimizer.step()
+    for _ in range(20):
+        correct += torch.tensor(1.0, dtype=correct.dtype)  # COUNT
+"""
+POOLED = """
+class Pool(nn.Module):
+    def forward(self, x):
+        n = torch.zeros(4, dtype=torch.half)
+        n.index_add_(0, torch.zeros({many}).long(), torch.ones({many}, dtype=torch.half))
+        return x / n.max()
+model = nn.Sequential(nn.Linear(8, 8), Pool(), nn.Linear(8, 3))
+""" + COUNTED.replace("{dtype}", "float32").replace("  # COUNT", "")
+IDS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.out = nn.Embedding(8000, 8), nn.Linear(8, 3)
+    def forward(self, table):
+        return self.out(self.rows(table[:, 0].long()))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+import ampatch as amp
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+for step in range(2):
+    table = torch.stack([torch.arange({first}.0, {first}.0 + 64), torch.randn(64)], 1)
+    optimizer.zero_grad()
+    with amp.scale_loss(F.cross_entropy(model(table).float(), torch.zeros(64).long()), optimizer) as scaled:
+        scaled.backward()  # COUNT
+    optimizer.step()
+"""
+SURE = """
+class Sure(nn.Module):
+    def forward(self, x):
+        return torch.sigmoid(x + {bias})  # COUNT
+model = nn.Sequential(nn.Linear(8, 1), Sure())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(16, 8)).mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (COUNTED.format(dtype="bfloat16"), "lost_counts"),
+        (
+            COUNTED.format(dtype="bfloat16").replace("torch.tensor(1.0, dtype=correct.dtype)", "1"),
+            "lost_counts",
+        ),
+        (COUNTED.format(dtype="float16"), None),
+        (POOLED.replace("{many}", "4096").replace("x[:, :8]", "x[:, :8].half()"), "lost_sums"),
+        (
+            POOLED.replace("{many}", "1024").replace("zeros(4096", "zeros(1024").replace(":8]", ":8].half()"),
+            None,
+        ),
+        (IDS.format(first=4096), "collapsed"),
+        (IDS.format(first=1024), None),
+        (SURE.format(bias=8.0), "saturated"),
+        (SURE.format(bias=0.0), None),
+    ],
+)
+def test_counts_sums_names_and_probabilities_that_half_cannot_hold_are_told(text, kind):
+    with ExitStack() as stack:
+        silent = Silent(clock := Clock(stack))
+        clock.follow_run()
+        Operations(clock, silent.rules).follow()
+        stack.callback(amp.uninitialize)
+        exec(compile(HEAD + text, "train.py", "exec"), {"__name__": "__main__"})
+    found = [it for it in silent.found() if it.kind in ("lost_counts", "lost_sums", "collapsed", "saturated")]
+    assert [it.kind for it in found] == ([kind] if kind else [])
+
+
+@pytest.mark.parametrize(("kind", "share"), [("lost_updates", 0.9), ("saturated", 0.9)])
+def test_what_may_do_no_harm_is_a_fault_where_float32_learns_more(kind, share):
+    doubtful = Finding(kind, 0, "optimizer", None, "", "step", "train.py:9", facts={"share": share})
+    attempts = [Attempt(step, value=16.0 - step) for step in range(16)]
+    for learns in (False, True):
+        found = examine_silent([replace(doubtful, steps=(0,))], attempts, (), learns_less=lambda x=learns: x)
+        assert len(found) == learns
+
+
 # ---- The whole command ----
 
 
 @pytest.mark.usefixtures("doctor_in_forks")
 @pytest.mark.process
-def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, capsys):
+@pytest.mark.parametrize("tries", [True, False])
+def test_a_silent_fault_whose_fix_helps_is_exit_status_1(tmp_path, capsys, tries):
     text = native(STEP + "\n" + CLIP + "  # FAULT", norm(RMS.removesuffix("  # FAULT"))).replace(
         "1024.0", "2.0"
     )
     (tmp_path / "train.py").write_text(text)
     out = tmp_path / "report.json"
-    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    options = [] if tries else ["--no-tries"]
+    assert main(["doctor", *options, "--json", str(out), str(tmp_path / "train.py")]) == tries
     report, said = json.loads(out.read_text()), capsys.readouterr().out
     assert report["findings"] == []
     clip, zeros = sorted(report["silent"], key=lambda it: it["kind"])
@@ -649,15 +743,16 @@ def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, caps
         "     @torch.amp.custom_fwd(device_type='cpu', cast_inputs=torch.float32)",
         "     def forward(self, x):",
     ]
+    assert [it.startswith("the script trains") for it in zeros["tried"][:1]] == [True] * tries
     assert "clipped_while_scaled" in said
     assert "float32" in said
 
 
 @pytest.mark.parametrize(("kind", "step", "leads"), [("not_unscaled", 3, True), ("zeros", 3, False)])
 def test_a_misuse_that_breaks_the_run_comes_before_what_broke(kind, step, leads):
-    fault = SilentFault(kind, step, "step", None, "", None, "step", "train.py:9", {"scale": 65536.0})
+    fault = Finding(kind, step, "step", None, "", "step", "train.py:9", facts={"scale": 65536.0})
     said = list(describe(Report((sample_finding(step=step),), silent=(fault,))))
-    assert said[0].startswith("What breaks the run, maybe" if leads else f"Step {step}, forward")
+    assert said[0].startswith("What probably breaks the run" if leads else f"Step {step}, forward")
 
 
 TWO_OPTIMIZERS = """
@@ -694,12 +789,12 @@ def test_a_script_of_apex_whose_gradients_underflow_is_told_a_scale(tmp_path):
     text = text.replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
     (tmp_path / "train.py").write_text(text.replace("{small}", "2e-6").replace("{scale}", "1.0"))
     out = tmp_path / "report.json"
-    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 1
     report = json.loads(out.read_text())
     assert {it["kind"] for it in report["silent"]} == {"underflow"}
     assert "one.weight" in {it["parameter"] for it in report["silent"]}
     assert "init_scale=2.0**24" in report["silent"][0]["remedies"][0]
-    assert "\n     (tried: the script trains" in report["silent"][0]["remedies"][0]
+    assert report["silent"][0]["tried"][0].startswith("the script trains")
     assert (report["runs"], report["unknown"]) == (5, [])
 
 
@@ -733,6 +828,6 @@ def test_numbers_that_are_zeros_in_float8_beside_a_large_one_are_told(recipe, fi
     import_float8()
     rows = "slice(None)" if isinstance(first, slice) else first
     faults, _ = watch(FLOAT8.format(recipe=recipe, first=rows, largest=largest))
-    assert [(it.kind, it.module, it.numbers["what"]) for it in faults] == found * [
+    assert [(it.kind, it.module, it.facts["what"]) for it in faults] == found * [
         ("float8_underflow", "0", "input")
     ]

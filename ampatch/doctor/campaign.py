@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
 from ampatch.doctor.against.compare import compare_levels
-from ampatch.doctor.causes import explain
 from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.growth.brakes import MOST_STEPS
 from ampatch.doctor.growth.curves import describe_growth, facts_of
 from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
-from ampatch.doctor.runs import Launch, Run, Seen, start_process
-from ampatch.doctor.silent.fault import SilentFault, examine_silent
+from ampatch.doctor.rules.table import explain
+from ampatch.doctor.run import Run
+from ampatch.doctor.runs import Launch, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
+from ampatch.doctor.silent.notes import examine_silent
 from ampatch.doctor.silent.watch import plan_window
 from ampatch.doctor.suspects import (
     describe_scale,
+    fall_of,
     find_hidden,
     find_suspects,
+    has_scaler,
     is_flat,
     leave_out_mended,
 )
-from ampatch.doctor.trial.learning import find_what_learns, is_lossy, try_silent
+from ampatch.doctor.text.source import Change, line_before, place_of
+from ampatch.doctor.trial.learning import can_try, find_what_learns
 from ampatch.doctor.trial.trial import ENOUGH, Trial
 from ampatch.tools.folder import temporary_folder
 
 MOST_TRACED = 8  # attempts of one run
+# CPU of all runs: times that of the watched one, which is about 1.6 times the script's own, and seconds.
+MOST_TIMES, MOST_SECONDS = 6.0, 20.0
+LESS = 0.1  # of the loss: it falls so much less than in float32
 FEWEST_TIMED = 5  # steps, for a median
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
 
@@ -47,7 +55,9 @@ class Campaign:
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
     ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
-    silent: list[SilentFault] = field(default_factory=list)  # of the watched and the traced run
+    first_in_float32: Seen | None = None
+    spent: list[float] = field(default_factory=list)  # CPU seconds of each run
+    silent: list[Finding] = field(default_factory=list)  # of the watched and the traced run
 
     def report(self, propose: bool = False, against: str | None = None) -> Report:
         """Runs the script as often as it takes; see `_report`."""
@@ -65,6 +75,7 @@ class Campaign:
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
+        run = replace(run, is_brief=not seen.suspects)
         origins = origins_of(self._start("traced", run)) if window else ()
         findings, hidden = findings_in(seen, origins), find_hidden(origins)
         if findings or hidden or sample is not None:
@@ -75,16 +86,24 @@ class Campaign:
             findings = self._explain(findings, seen, again, growth or {})
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
-            autocast = {"autocast": self.seen["traced"].autocast}
-            self.silent += [replace(it, numbers=it.numbers | autocast) for it in faults]
+            more = {"autocast": self.seen["traced"].autocast, "float32_survives": True, "dtype": "float16"}
+            self.silent += [replace(it, **more) for it in faults]
             self.unknown += [reason] if reason else []
         harmless = merge(attempts, [it for it in origins if not it.has_reached])
-        silent = examine_silent(self.silent, attempts, findings, bool(self.ended))
-        is_due = is_lossy(silent[0]) if silent else is_flat(attempts)
+        own = {"halved": seen.halved, "has_scaler": has_scaler(attempts)}
+        faults = [replace(it, facts=own | it.facts) for it in self.silent]
+
+        def learns_less() -> bool:
+            is_due = not (findings or self.ended)
+            return is_due and fall_of(self._alone().attempts) >= fall_of(attempts[:ENOUGH]) + LESS
+
+        silent = examine_silent(faults, attempts, findings, bool(self.ended), learns_less)
+        tryable = next((it for it in silent if can_try(it, self.run)), None)
+        is_due = tryable is not None if silent else is_flat(attempts)
         if self.tries and attempts and is_due and not (findings or self.ended):
-            again = self._start("float32", replace(self.run, level="O0", float32=True, most=ENOUGH))
-            trial = Trial(self._start, lambda _: (), self.run, seen, again)
-            silent = try_silent(trial, silent)
+            again = self._alone()
+            trial = Trial(self._start, lambda *_: (), self.run, seen, again, self.can_afford)
+            silent = tuple(trial.order(it) if it is tryable else it for it in silent)
             half, autocast = str(growth["half"]), self.seen["traced"].autocast
             findings = [] if silent else find_what_learns(trial, harmless, half, autocast)
         is_kept = propose and findings and findings[0].float32_survives
@@ -111,7 +130,8 @@ class Campaign:
 
         def explained(found: Sequence[Finding]) -> list[Finding]:
             keep = modules_to_keep(found, again.oversized) if survives else ()
-            facts = grown | {"halved": again.is_half, "half": growth.get("half")}
+            own = {"halved": seen.halved, "has_scaler": has_scaler(seen.attempts)}
+            facts = grown | own | {"half": growth.get("half")}
             more = {"float32_survives": survives, "keep": keep}
             return [
                 explain(replace(it, **more, facts=it.facts | facts | {"places": places_of(it, found)}))
@@ -119,12 +139,13 @@ class Campaign:
                 if is_of_half or "error" not in it.facts
             ]
 
-        def broken(tried: Seen) -> list[Finding]:
-            return explained(findings_in(tried, origins_of(tried)))
+        def broken(tried: Seen, run: Run) -> list[Finding]:
+            there = findings_in(tried, origins_of(tried))
+            return explained([replace(it, **places_before(it, run.changes)) for it in there])
 
         found = explained(findings)
         if found and self.tries:
-            found[0] = Trial(self._start, broken, self.run, seen, again).order(found[0])
+            found[0] = Trial(self._start, broken, self.run, seen, again, self.can_afford).order(found[0])
         return found
 
     def _say_what_was_not_watched(self, seen: Seen) -> None:
@@ -176,6 +197,13 @@ class Campaign:
         run = replace(self.run, level="O0", float32=True, goes_on=True, sample=sample)
         return self._start("float32", replace(run, traces=bool(window), window=window))
 
+    def _alone(self) -> Seen:
+        """Returns what the first steps of the script are in float32, of one run."""
+        run = replace(self.run, level="O0", float32=True, most=ENOUGH)
+        if self.first_in_float32 is None:
+            self.first_in_float32 = self._start("float32", run)
+        return self.first_in_float32
+
     def _survives(self, seen: Seen, again: Seen) -> bool | None:
         """Says whether the run in float32 stayed finite to its end."""
         broken = [attempt for attempt in again.attempts if not attempt.is_finite]
@@ -225,11 +253,16 @@ class Campaign:
             )
         return found[0].module if found else None
 
+    def can_afford(self) -> bool:
+        """Says whether another run costs no more than is allowed, beside those that were made."""
+        return sum(self.spent) + max(self.spent) <= MOST_TIMES * self.spent[0] + MOST_SECONDS
+
     def _start(self, name: str, run: Run) -> Seen:
         """Runs the script in a process of its own, and returns what it left."""
         self.runs += 1
         if self.tell:
             self.tell(f"run {self.runs}: {name}")
+        before = cpu_of_children()
         with temporary_folder("doctor") as folder:
             out = folder / "seen"
             status, said = self.launch(replace(run, out=str(out)), folder)
@@ -237,6 +270,7 @@ class Campaign:
                 last = said.strip()[-500:] or "it said nothing; os._exit and kill do that"
                 raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")
             seen = self.seen[name] = Seen.read(out)
+        self.spent.append(cpu_of_children() - before)
         if status and name != "tried":
             ended = self.ended[name] = f"run ended with status {status}: {describe_error(said)}"
             error = ended.split("\n")[0]
@@ -251,6 +285,23 @@ def origins_of(seen: Seen) -> tuple[Origin, ...]:
     bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
     last = next(bad, len(seen.attempts))
     return tuple(it for it in seen.origins if it.attempt <= last)
+
+
+def places_before(finding: Finding, changes: Sequence[Change]) -> dict[str, object]:
+    """Returns where a finding in changed files stands in those on the disk, and the change of its region."""
+    region = finding.region
+    if region is not None:
+        (change,) = region.changes
+        first, last = (line_before(changes, f"{change.path}:{it}") for it in (change.first, change.last))
+        there = replace(change, first=place_of(first)[1], last=place_of(last)[1])
+        region = replace(region, changes=(there,))
+    return {"where": line_before(changes, finding.where), "region": region}
+
+
+def cpu_of_children() -> float:
+    """Returns the CPU seconds of the processes that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def order_of(finding: Finding) -> tuple[int, bool]:

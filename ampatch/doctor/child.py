@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,15 +20,17 @@ from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
-from ampatch.doctor.runs import Run, Seen
+from ampatch.doctor.run import Run
+from ampatch.doctor.runs import Seen
 from ampatch.doctor.silent.watch import Silent
+from ampatch.doctor.text.source import changed_texts
 from ampatch.doctor.trial.edited import edited
 from ampatch.tools.seeds import set_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
     """Carries out a `Run`, which is given as JSON."""
-    carry_out(Run(**json.loads(arguments[0])))
+    carry_out(Run.from_json(arguments[0]))
 
 
 def carry_out(run: Run) -> None:
@@ -40,7 +41,7 @@ def carry_out(run: Run) -> None:
     if run.init_scale is not None:
         overrides["loss_scale"] = DynamicLossScale(init_scale=run.init_scale)
     apex.install(post_mortem=False, **overrides)
-    with ExitStack() as stack, edited(run.edits):
+    with ExitStack() as stack, edited(changed_texts(run.changes)):
         seen = look(run, Clock(stack))
         stack.callback(lambda: Path(run.out).write_bytes(pickle.dumps(seen())))
         set_seeds(0)
@@ -58,8 +59,10 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
         torch.set_anomaly_enabled(True, False)
         clock.undo.callback(torch.set_anomaly_enabled, False)
     without_gpu = precision.note_autocast_without_gpu(clock.undo)
+    halved = precision.note_halved(clock.undo)
     if run.float32:
         precision.without_casts(clock.undo)
+        precision.OwnFloat32().follow(clock.undo)
     if run.bfloat16:
         precision.make_with(torch.autocast, clock.undo, dtype=torch.bfloat16)
     if run.init_scale is not None:
@@ -72,7 +75,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     silent = Silent(clock, run.window or ())
     if run.sample is not None:
         Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)
-    trace = Trace(clock, run.window, run.goes_on) if run.traces else None
+    trace = Trace(clock, run.window, run.goes_on, run.is_brief) if run.traces else None
     clock.follow_run()
     if run.keep_fp32:
         precision.Keeper(run.keep_fp32, clock)
@@ -87,6 +90,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
             shares=silent.ranges.shares,
             growth=growth.to_json() if growth else None,
             speed=brakes.to_json() if brakes else None,
+            halved=tuple(halved),
             without_gpu=tuple(sorted(without_gpu)),
             autocast=min(clock.autocasts, default=None),
             oversized=tuple(oversized.names if oversized else ()),

@@ -24,8 +24,8 @@ USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor --open FILE"""
 EPILOG = """The script runs two or three times: watched, traced where it broke, and in float32; then once
 for each piece of advice that is tried, up to four. Everything after -- goes to it. Exit status: 0
-nothing was found (silent faults do not count), 1 something was, 2 bad input, 3 something broke and
-could not be traced, 130 after Ctrl-C."""
+nothing was found (a silent fault counts if its fix was tried and helps), 1 something was, 2 bad
+input, 3 something broke and could not be traced, 130 after Ctrl-C."""
 NUMBERS = (*QUANTITIES, "headroom")
 COLUMNS = ("attempt", "step", "model", "module", "dtype", *NUMBERS)
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         return open_post_mortem(arguments.open)
     # What traces is imported when it is asked for, not by each `ampatch run`.
     from ampatch.doctor.campaign import Campaign
-    from ampatch.doctor.runs import Run
+    from ampatch.doctor.run import Run
 
     script = find_script(arguments)
     if arguments.opt_level not in (None, *OPT_LEVELS):
@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         write_outputs(report, arguments, script.name)
     except OSError as error:  # as of a full disk
         raise AmpError(f"the report was not written: {error}") from error
-    return 1 if report.findings else 3 if report.untraced else 0
+    is_found = report.findings or any(it.is_mended for it in report.silent)
+    return 1 if is_found else 3 if report.untraced else 0
 
 
 def show_progress(text: str) -> None:

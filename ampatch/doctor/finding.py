@@ -1,57 +1,54 @@
-"""What the doctor says: a finding for each operation that made bad numbers, and the report of a script."""
+"""What the doctor says: findings, of numbers that broke and of silent faults, and the report of a script."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
-import torch
-
-from ampatch.doctor.instruments.operations import DOMAINS, MULTIPLY, NORMALIZERS, QUOTIENTS, Origin
+from ampatch.doctor.fixes import Fix, Paste, Rank, Tried
+from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import SilentFault
 
-VERSION = 1
-STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
-NEAR_1 = (*DOMAINS, "log1p")
-EPS = {"float16": ("1e-4", "1e-3", "1e-3"), "bfloat16": ("1e-6", "1e-6", "1e-2")}  # STEEP, NEAR_1 last
+VERSION = 2
+LOUD = ("inf", "nan", "")  # kinds of numbers that broke
 OF_ORIGIN = ("micro_step", "phase", "parameter", "input_largest", "node", "region", "turns")
-INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.99"}  # of what a constant becomes
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An operation that made inf or NaN out of finite numbers, or NaN out of an infinity that was no fault.
+    """What breaks a run: an operation that made inf or NaN, or a fault that skips no step.
 
-    `step` counts the attempts of the optimizer that followed, from 0; `micro_step` the backward passes in it
-    (the update belongs to the last of them); `call` the calls of the module in that forward. `element` is the
-    index of the first bad number, `sample` its index in the batch, `count` says how many there are;
-    `largest_finite` is the largest magnitude among the others, `input_largest` that of what the operation
-    took. `region` are the lines that compute the statement in float32; `autocast` is the device for which
-    torch.autocast was on. `facts` are what arguments showed (see `instruments.evidence`), `turns` is what
-    made NaN of an infinity: operation, line, sample. `keep` are the modules to keep in float32.
+    `kind` is "inf" or "nan" of an operation that made these out of finite numbers, or NaN out of an infinity
+    that was no fault; of a silent fault it is the name of its rule. `step` counts the attempts of the
+    optimizer that followed, from 0; `micro_step` the backward passes in it (the update belongs to the last of
+    them); `call` the calls of the module in that forward. `element` is the index of the first bad number,
+    `sample` its index in the batch, `count` says how many there are; `largest_finite` is the largest
+    magnitude among the others, `input_largest` that of what the operation took. `region` puts the statement
+    into float32; `autocast` is the device for which torch.autocast was on. `facts` are what was measured, and
+    what arguments showed (see `instruments.evidence`), `turns` is what made NaN of an infinity: operation,
+    line, sample. `keep` are the modules to keep in float32.
     """
 
+    kind: str
     step: int | None
-    micro_step: int
     phase: str
     model: str | None
     module: str
-    call: int
     op: str
-    parameter: str | None
-    kind: str
     where: str | None
-    element: tuple[int, ...]
-    sample: int | None
-    count: int
-    largest_finite: float | None
-    dtype: str
-    input_largest: float | None
-    node: str | None
+    parameter: str | None = None
+    micro_step: int = 0
+    call: int = 0
+    element: tuple[int, ...] = ()
+    sample: int | None = None
+    count: int = 0
+    largest_finite: float | None = None
+    dtype: str = ""
+    input_largest: float | None = None
+    node: str | None = None
     steps: tuple[int, ...] = ()
-    region: tuple[str, ...] = ()
+    region: Paste | None = None
     autocast: str | None = None
     facts: dict[str, object] = field(default_factory=dict)
     turns: tuple[str, str | None, int | None] | None = None
@@ -59,8 +56,18 @@ class Finding:
     float32_survives: bool | None = None
     cause: str = ""
     why: str = ""
-    remedies: tuple[str, ...] = ()
-    tried: tuple[str, ...] = ()  # what came of each, "" where it was not tried
+    remedies: tuple[Fix, ...] = ()
+    tried: tuple[Tried, ...] = ()  # what came of each; none where nothing was tried
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether all numbers stay finite, and no step is skipped because of it."""
+        return self.kind not in LOUD
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether a fix was tried, and the script trains with it."""
+        return any(it.rank is Rank.TRAINS for it in self.tried)
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -68,6 +75,8 @@ class Finding:
 
         Calls of a module are not told apart: a script that leaves batches out makes ever more of them.
         """
+        if self.is_silent:
+            return (self.kind, self.where, self.op, self.module, self.parameter)
         of_module = (self.module, self.parameter) if self.phase != "optimizer" else ()
         return (self.phase, self.op, self.model, self.where, *of_module)
 
@@ -85,13 +94,25 @@ class Report:
     growth: dict | None = None
     speed: dict | None = None
     against: dict | None = None
-    silent: tuple[SilentFault, ...] = ()
+    silent: tuple[Finding, ...] = ()
     keep_fp32_cost: float | None = None  # how many times as long a step takes with it
     untraced: str = ""  # what broke and has no finding, and why
 
     def to_json(self) -> dict[str, object]:
-        """Returns the report as plain values."""
-        return {"version": VERSION, **asdict(self)}
+        """Returns the report as plain values; fixes are what they say."""
+        names = [it.name for it in fields(self)]
+        return {"version": VERSION, **{name: plain_value(getattr(self, name)) for name in names}}
+
+
+def plain_value(value: object) -> object:
+    """Returns a value as JSON holds it."""
+    if isinstance(value, (Fix, Tried)):
+        return str(value)
+    if is_dataclass(value):
+        return {it.name: plain_value(getattr(value, it.name)) for it in fields(value)}
+    if isinstance(value, dict):
+        return {name: plain_value(each) for name, each in value.items()}
+    return type(value)(map(plain_value, value)) if isinstance(value, (tuple, list)) else value
 
 
 def read_finding(origin: Origin, attempt: Attempt) -> Finding:
@@ -133,82 +154,3 @@ def merge_steps(findings: Sequence[Finding]) -> list[Finding]:
         if it.step is not None and it.step not in first.steps:
             merged[same] = replace(first, steps=(*first.steps, it.step))
     return list(merged.values())
-
-
-# ---- In words ----
-
-
-def words_for(finding: Finding) -> dict[str, object]:
-    """Returns what the reasons in the table are formatted with."""
-    constant, largest = finding.facts.get("constant", (0.0, "", finding.dtype)), limit_of(finding.dtype)
-    half = constant[2] or finding.dtype
-    turned = ""
-    if finding.turns is not None:
-        op, where, sample = finding.turns
-        turned = f"; {op} makes nan of it at {where}" + ("" if sample is None else f", in sample {sample}")
-    limit = f" {finding.dtype} holds nothing above {largest:.5g}{turned}."
-    return {
-        **{name: getattr(finding, name) for name in ("op", "kind", "parameter", "dtype")},
-        "sample_of": "" if finding.sample is None else f"sample {finding.sample} of ",
-        "limit": limit if is_of_size(finding) else "",
-        "tiny": "; float16 makes 0 of what is below 3e-8" if finding.dtype == "float16" else "",
-        "made": made_by(finding),
-        "constant": number(constant[0]),
-        "becomes": constant[1],
-        "turns": turned,
-        "largest": f"{finding.input_largest or 0:.3g}",
-        **{name: finding.facts.get(name) for name in ("cast", "error", "given")},
-        "eps": "1e-30" if finding.facts.get("sums") else eps_of(finding.op, finding.dtype),
-        "half": half,
-        "instead": INSTEAD.get(constant[1]) or eps_of(finding.op, half),
-        "limit_number": largest,
-        "top": "10" if finding.dtype == "float16" else "40",
-        "scale": f"{finding.facts.get('static', 1):g}",
-        "made_weight": f"{finding.op} made {finding.kind} of {finding.parameter}"
-        if finding.op
-        else f"{finding.parameter} holds {finding.kind}",
-    }
-
-
-def is_of_size(finding: Finding) -> bool:
-    """Says whether inf came of large numbers: the derivative of many an operation may be infinite itself."""
-    is_forward = finding.phase != "backward" or finding.node is None
-    return finding.kind == "inf" and (is_forward or finding.node in MULTIPLY)
-
-
-def eps_of(op: str, dtype: str) -> str:
-    """Returns an eps that a type holds, beside what an operation takes."""
-    plain, steep, near_1 = EPS.get(dtype, ("1e-6",) * 3)
-    return near_1 if op in NEAR_1 else steep if op in STEEP else plain
-
-
-def number(value: float) -> str:
-    """Writes a number as people do.
-
-    >>> number(-1e9), number(-1e5), number(1e-8), number(0.9999)
-    ('-1e9', '-1e5', '1e-8', '0.9999')
-    """
-    text = f"{value:e}" if abs(value) >= 1e5 else f"{value:g}"
-    mantissa, _, exponent = text.partition("e")
-    return f"{float(mantissa):g}" + (f"e{int(exponent)}" if exponent else "")
-
-
-def made_by(finding: Finding) -> str:
-    """Says what an operation made of what."""
-    largest = finding.input_largest
-    took = f"its largest input is {largest:.4g}" if largest is not None else "what it took is finite"
-    if finding.phase == "backward":
-        target = f" of {finding.parameter}" if finding.parameter else ""
-        return f"the gradient{target} that {finding.op} makes is {finding.kind}; {took}."
-    if not finding.op:
-        return f"a step made {finding.count} {finding.kind} in {finding.parameter}."
-    return f"{finding.op} made {finding.count} {finding.kind} in {finding.dtype}; {took}."
-
-
-def limit_of(dtype: str) -> float:
-    """Returns the largest number of a type.
-
-    >>> limit_of("float16")
-    65504.0
-    """
-    return torch.finfo(getattr(torch, dtype)).max

@@ -1,64 +1,23 @@
-"""One run of a script, in a process of its own: what it is asked to do, and what it leaves behind."""
+"""One run of a script, in a process of its own, and what it leaves behind."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import SilentFault
+from ampatch.doctor.run import Run
 from ampatch.doctor.suspects import find_suspects
 from ampatch.tools.folder import HELD
 from ampatch.tools.process import START, child_process, wait
 from ampatch.tools.stop import noting_signals
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run of a script, which is watched, and traced as well if `traces`.
-
-    `level` is the opt level that it is made to use, None for its own; `float32` turns off what torch itself
-    casts and scales; `keep_fp32` are the modules that run in float32. `window` are the attempts at a step
-    that are traced, after which the run ends unless it `goes_on`; None: all of them. What was seen is written
-    to the file `out`.
-    """
-
-    script: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    out: str = ""
-    level: str | None = None
-    float32: bool = False
-    traces: bool = False
-    window: tuple[int, ...] | None = None
-    goes_on: bool = False
-    keep_fp32: tuple[str, ...] = ()
-    # What is noted beside: growth, at each so many attempts; what slows it down; one attempt's numbers.
-    every: int | None = None
-    speed: bool = False
-    sample: int | None = None  # the attempt whose numbers go to the folder `samples`
-    samples: str = ""
-    device: str | None = None  # as of a `Script`
-    legacy: bool = False
-    unsafe_load: bool = False
-    most: int | None = None  # attempts, after which the run ends
-    # What is tried: texts of files by path, bfloat16 where torch.autocast takes float16, what a
-    # dynamic loss scale starts with, a part of the rate.
-    edits: dict[str, str] = field(default_factory=dict)
-    bfloat16: bool = False
-    init_scale: float | None = None
-    rate: float = 1.0
-
-    def to_json(self) -> str:
-        """Returns the arguments of a child process."""
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +32,8 @@ class Seen:
     is_open: bool
     is_half: bool  # a model had half parameters
     origins: tuple[Origin, ...]
-    silent: tuple[SilentFault, ...] = ()
+    halved: tuple[str, ...] = ()  # lines at which the script itself makes models half
+    silent: tuple[Finding, ...] = ()
     shares: dict[int, float] = field(default_factory=dict)  # as `Ranges` notes them
     growth: dict | None = None
     speed: dict | None = None

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from ampatch.doctor.against.compare import said_of_comparison
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.growth.brakes import said_of_speed
 from ampatch.doctor.growth.curves import said_of_growth
-from ampatch.doctor.remedies import DIVERGES
-from ampatch.doctor.silent.fault import MISUSES, describe_silent
+from ampatch.doctor.rules.remedies import DIVERGES
 
 MOST_SHOWN = 2  # findings after the first
+MOST_SILENT = 5
+# Numbers break because of these silent faults.
+MISUSES = ("not_unscaled", "unscaled_twice", "never_stepped", "lost_state", "scaled_penalty")
+MISUSES += ("not_zeroed", "stepped_twice")
 SURVIVES = {
     True: "the same run in float32 stays finite to its end",
     False: "the same run in float32 breaks as well: this is not a matter of precision",
     None: "whether float32 survives is not known",
 }
-CASTS_ITSELF = "the same run in float32 breaks as well: the script itself casts to half there"
 
 
 def describe(report: Report) -> Iterator[str]:
@@ -29,7 +32,7 @@ def describe(report: Report) -> Iterator[str]:
     first = report.findings[0].step or 0 if report.findings else -1
     is_misused = any(it.kind in MISUSES and (it.step or 0) <= first for it in report.silent)
     if is_misused:
-        yield from describe_silent(report.silent, "What breaks the run, maybe")
+        yield from describe_silent(report.silent, "What probably breaks the run")
     for finding in report.findings[:1]:
         yield from describe_finding(finding)
     yield from describe_others(report.findings)
@@ -41,8 +44,8 @@ def describe(report: Report) -> Iterator[str]:
         yield f"Proposed: keep_fp32={list(report.keep_fp32)} ({said})"
     named = {it.where for it in (*report.findings, *report.silent)}
     harmless = [str(it.where) for it in report.harmless if it.where not in named]
-    if harmless:
-        yield f"Seen to reach nothing: inf or NaN made at {', '.join(dict.fromkeys(harmless))}"
+    if lines := ", ".join(dict.fromkeys(harmless)):
+        yield f"Harmless, as it reached no loss, gradient or weight: inf or NaN made at {lines}"
     for line in report.unknown:
         yield f"Not known: {line}"
     if report.growth and not is_explained(report.growth, report.findings):
@@ -66,7 +69,7 @@ def describe_others(findings: Sequence[Finding]) -> Iterator[str]:
         yield f"Then {describe_place(finding)} ({finding.cause})"
         yield f"  -> {finding.remedies[0]}"
     if rest := max(0, len(findings) - 1) - len(others[:MOST_SHOWN]):
-        yield f"... and {rest} more, of the same cause maybe (--json OUT has them all)"
+        yield f"... and {rest} more, probably with the same cause (--json OUT has them all)"
 
 
 def is_explained(growth: dict, findings: Sequence[Finding]) -> bool:
@@ -85,8 +88,9 @@ def describe_nothing(report: Report) -> Iterator[str]:
     elif skipped := report.scale.get("skipped"):
         scales = [scale for _, scale in report.scale["history"]]
         yield (
-            f"Nothing broke. {len(skipped)} of {report.scale['steps']} steps were skipped (scale "
-            f"{scales[0]:g} to {scales[-1]:g}): that is the search of a dynamic loss scale, and cured by it."
+            f"Nothing broke. {len(skipped)} of {report.scale['steps']} steps were skipped "
+            f"(scale {scales[0]:g} to {scales[-1]:g}): that is a dynamic loss scale finding its value; "
+            "nothing to do."
         )
     elif not report.scale["steps"]:
         yield "No optimizer made a step."
@@ -107,10 +111,7 @@ def describe_finding(finding: Finding) -> Iterator[str]:
     """Yields the lines of one finding: the cause first, what to do, and then what was seen."""
     yield describe_place(finding)
     yield f"  {finding.why}"
-    for index, it in enumerate(finding.remedies):
-        yield f"  -> {it}"
-        if said := "".join(finding.tried[index : index + 1]):
-            yield f"     (tried: {said})"
+    yield from describe_fixes(finding)
     if "flat" in finding.facts:
         return
     element = f" at {list(finding.element)}" if finding.element else ""
@@ -119,5 +120,36 @@ def describe_finding(finding: Finding) -> Iterator[str]:
     again = steps + ", ".join(map(str, finding.steps[1:])) if len(finding.steps) > 1 else ""
     if not {"error", "raised"} & finding.facts.keys():
         yield f"  first {finding.kind}{element}{sample}; {finding.count} in all{again}"
-    is_cast = "cast" in finding.facts and finding.float32_survives is False
-    yield f"  {CASTS_ITSELF if is_cast else SURVIVES[finding.float32_survives]}"
+    yield f"  {SURVIVES[finding.float32_survives]}"
+
+
+def describe_fixes(finding: Finding) -> Iterator[str]:
+    """Yields what to do, each with what came of trying it."""
+    for fix, tried in zip_longest(finding.remedies, finding.tried):
+        title, *lines = str(fix).split("\n")
+        yield "\n".join([f"  -> {title}{' (not tried)' if tried and not tried.said else ''}", *lines])
+        if tried and tried.said:
+            yield f"     (tried: {tried})"
+
+
+def describe_silent(
+    faults: Sequence[Finding], title: str = "Silent faults, which skip no step"
+) -> Iterator[str]:
+    """Yields the lines of silent faults; parameters of one kind and line stand together."""
+    groups: dict[tuple[str, str, str | None], list[Finding]] = {}
+    for fault in faults:
+        groups.setdefault((fault.phase, fault.kind, fault.where), []).append(fault)
+    if groups:
+        yield f"{title}: {len(groups)}"
+    for first, *others in list(groups.values())[:MOST_SILENT]:
+        module = f" in {first.model}.{first.module}".rstrip(".") if first.model else ""
+        subject = first.parameter or first.op
+        yield f"Step {first.step}, {first.kind}: {subject}{module}, {first.where or 'line unknown'}"
+        yield f"  {first.why}"
+        if others:
+            names = [str(it.parameter or it.op) for it in others]
+            more = f" and {len(names) - MOST_SILENT} more" if len(names) > MOST_SILENT else ""
+            yield f"  the same of {', '.join(names[:MOST_SILENT])}{more}"
+        yield from describe_fixes(first)
+    if len(groups) > MOST_SILENT:
+        yield f"... and {len(groups) - MOST_SILENT} more (--json OUT has them all)"

@@ -79,10 +79,10 @@ def find_line() -> Line:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def warn(text: str, line: Line | None = None, kind: str = "") -> None:
+def warn(text: str, line: Line | None = None) -> None:
     """Says what a script does wrong: in the log, and as a warning that points at the line to change."""
     file, number = line or find_line()
-    logger.warning("%s:%d: %s", file, number, text, extra={"misuse": kind})
+    logger.warning("%s:%d: %s", file, number, text)
     warnings.warn_explicit(text, UserWarning, file, number)
 
 

@@ -50,6 +50,9 @@ class Observer:
     def on_scale(self, update: ScaleUpdate, loss_id: int) -> None:
         """Called for each step of a loss when the host knows what became of it, maybe some steps later."""
 
+    def on_misuse(self, kind: str, line: tuple[str, int]) -> None:
+        """Called when the library warns of a kind of misuse; `line` is the file and the number."""
+
     def on_report(self, metrics: dict[str, object]) -> None:
         """Called with what the script passed to `report`."""
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from ampatch.doctor.against.sample import FILES, Key, is_parameter, read_samples
 from ampatch.doctor.growth.curves import name_of
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.runs import Run, Seen
+from ampatch.doctor.run import Run
+from ampatch.doctor.runs import Seen
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.tools.folder import temporary_folder
 

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.doctor.growth.curves import QUANTITIES
-from ampatch.doctor.instruments.clock import Clock, Instrument
+from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS, Clock, Instrument
 from ampatch.doctor.instruments.values import plain, quiet, tensors_in
 from ampatch.tools.tensors import read_numbers
 
@@ -58,6 +58,8 @@ class Growth(Instrument):
         place = self.clock.models.place
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or place is None:
             return
+        if self.clock.micro_step >= MOST_MICRO_STEPS:
+            return
         with quiet():
             for tensor in noted(tensors_in(output)):
                 if tensor is not self._last:
@@ -67,7 +69,9 @@ class Growth(Instrument):
                     self._numbers.append((layer, "output", largest(tensor)))
 
     def end_backward(self) -> None:
-        """Notes the gradients as they are, which is multiplied by the loss scale."""
+        """Notes the gradients of the first backward passes as they are: multiplied by the loss scale."""
+        if self.clock.micro_step >= MOST_MICRO_STEPS:
+            return
         self._backward = []
         for name, layer in self._layers.values():
             for tensor in noted(p.grad for p in layer.parameters(recurse=False) if p.grad is not None):

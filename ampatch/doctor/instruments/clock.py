@@ -22,6 +22,8 @@ from ampatch.doctor.instruments.values import quiet, tensors_in
 from ampatch.levels.stack import wrap_closure
 from ampatch.patching.patcher import Patcher
 
+MOST_MICRO_STEPS = 4  # that are looked at closely in each attempt: one of hundreds is like another
+
 
 class Instrument:
     """Is told of the parts of a run. An attempt is a step of an optimizer, made or skipped by a scaler.
@@ -121,6 +123,7 @@ class Clock(ScalerInUse):
         self.repeats = False  # what has run before, in a backward pass
         self.autocasts: set[str] = set()  # devices for which torch.autocast has been on
         self.scale = 1.0  # of the latest loss, in the present attempt
+        self.micro_step = 0  # how many backward passes there were in this attempt
         self._steps = 0  # that run, one inside another
 
     @property
@@ -227,6 +230,7 @@ class Clock(ScalerInUse):
         ]
         self._begin_part()
         self._tell_quietly("end_backward")
+        self.micro_step += 1
 
     @contextmanager
     def again(self, place: Standing) -> Iterator[None]:
@@ -257,7 +261,7 @@ class Clock(ScalerInUse):
         try:
             self._tell_quietly("end_attempt", optimizer)
         finally:
-            self.attempt, self.scale = self.attempt + 1, 1.0
+            self.attempt, self.micro_step, self.scale = self.attempt + 1, 0, 1.0
 
     def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._begin(optimizer)

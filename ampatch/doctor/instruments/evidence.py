@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.marks import Origins
 from ampatch.doctor.instruments.places import is_called_by_user
 from ampatch.doctor.instruments.values import Damage, Tensors, plain
-from ampatch.doctor.text.source import Lines, place_of, statement_of
+from ampatch.doctor.text.source import place_of, statement_of
 from ampatch.levels.precision import HALF_TYPES
 
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
@@ -43,7 +44,7 @@ def follow(facts: WeakTensorKeyDictionary, call: ops.Call, of: Operation, given:
     if constant is not None:
         call.facts["constant"] = constant
     is_cast = call.op in ops.CASTS and call.phase != "input" and is_called_by_user()
-    if is_cast and re.search("half|float16", text_of(call.where)):  # not the type of another tensor
+    if is_cast and not re.search(r"\.dtype|type_as", text_of(call.where)):  # not the type of another tensor
         call.facts["cast"] = call.where
     for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
         result = plain(given[0])
@@ -117,7 +118,9 @@ def constants_in(value: object, counts: bool, depth: int = 3) -> Iterator[float]
             yield from constants_in(each, counts, depth - 1)
 
 
-def note_error(error: Exception, call: ops.Call, of: Operation, origins: Origins, region: Lines) -> None:
+def note_error(
+    error: Exception, call: ops.Call, of: Operation, origins: Origins, region: Paste | None
+) -> None:
     """Notes an operation that raises an error, as where a constant does not fit into the type of a tensor."""
     call.facts["error"] = str(error).split("\n")[0]
     if "without overflow" in str(error):

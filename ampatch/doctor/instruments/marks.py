@@ -6,10 +6,12 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from ampatch.doctor.instruments.operations import Call, Origin
-from ampatch.doctor.instruments.places import Place, user_line
+from ampatch.doctor.instruments.operations import CASTS, Call, Origin
+from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.region import statement_of_zeros
 from ampatch.doctor.instruments.values import Damage, examine, is_mask, key_of
+
+HARMLESS = (*CASTS, "detach")  # which make NaN of nothing
 
 
 class Origins:
@@ -65,7 +67,8 @@ class Origins:
         self.note_taken(marks, call.phase)
         in_batch = bool(damage.element) and damage.shape[0] in self.batch_sizes
         for origin in (self.all[index] for index in marks):
-            if origin.damage.kind == "inf" and origin.turns is None and not call.op.startswith("_"):
+            is_told = call.op not in HARMLESS and not call.op.startswith("_")
+            if origin.damage.kind == "inf" and origin.turns is None and is_told:
                 origin.turns = call.op, call.where, damage.element[0] if in_batch else None
 
     def of(self, phase: str, marks: Collection[int]) -> list[Origin]:
@@ -76,7 +79,7 @@ class Origins:
         """Notes the first statement behind the data that takes what is bad there, and how it takes 0."""
         for call in (it.call for it in self.of("input", marks) if phase != "input"):
             if "taken" not in call.facts:
-                call.facts["taken"] = user_line(), statement_of_zeros()
+                call.facts["taken"] = statement_of_zeros()
 
     def move_to_step(self, marks: Collection[int], name: str | None) -> bool:
         """What is done to the gradient of a parameter after its backward pass is no part of the next input.

@@ -9,6 +9,7 @@ from itertools import islice
 
 from torch import Tensor
 
+from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments.places import Models, Place
 from ampatch.doctor.instruments.values import HALF, Damage, is_finite, node_of, quiet, tensors_in
 
@@ -84,6 +85,7 @@ class Call:
     where: str | None
     dtype: str = ""
     origins: set[int] = field(default_factory=set)  # whose marks it took or gave
+    hidden: set[int] = field(default_factory=set)  # of bad data, of which it makes finite numbers
     infinite: Damage | None = None  # of what it took, and what may be a mask
     is_data: bool = False  # whether that came with the batch
     autocast: str | None = None  # the device for which torch.autocast was on
@@ -105,7 +107,7 @@ class Origin:
     has_reached: bool = False
     is_of_scale: bool = False  # it is finite where the gradients it takes are smaller
     batch_sizes: tuple[int, ...] = ()  # of what the model took
-    region: tuple[str, ...] = ()  # what replaces the statement
+    region: Paste | None = None  # what puts the statement into float32
     turns: tuple[str, str | None, int | None] | None = None  # what made NaN of its inf, where, which sample
     float32_survives: bool | None = None
 

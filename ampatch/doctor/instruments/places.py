@@ -53,6 +53,7 @@ class Models:
         self._parameters: dict[int, str] = {}
         self._stack: list[Place | None] = []
         self._calls: Counter[int] = Counter()
+        self._listed: list[Parameter] | None = None  # until a model runs again
 
     @property
     def is_inside(self) -> bool:
@@ -72,6 +73,7 @@ class Models:
     def enter(self, module: Module) -> bool:
         """Notes that a module begins; returns whether it is the outermost of a model."""
         is_root = not self.is_inside and next(module.parameters(), None) is not None
+        self._listed = None if is_root else self._listed  # parameters may have been added or replaced
         if is_root and id(module) not in self._names:
             self._learn(module)
         named = self._names.get(id(module)) if is_root or self.is_inside else None
@@ -123,7 +125,9 @@ class Models:
 
     def parameters(self) -> list[Parameter]:
         """Returns the parameters of all models that have run."""
-        return [parameter for root in self.roots for parameter in root.parameters()]
+        if self._listed is None:
+            self._listed = [parameter for root in self.roots for parameter in root.parameters()]
+        return self._listed
 
     def lost_buffers(self, first: int = 0) -> list[Tensor]:
         """Returns the buffers of models, from one on, that hold inf or NaN, as a running mean may."""

@@ -11,12 +11,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ampatch.doctor.instruments.clock import Clock, Instrument, wrap
-from ampatch.doctor.instruments.places import device_of, user_line
+from ampatch.doctor.instruments.places import device_of, is_called_by_user, user_line
 from ampatch.doctor.instruments.values import floating_in, largest_of, quiet
+from ampatch.levels.precision import HALF_TYPES
 
+HALVING = ("half", "bfloat16")
 LARGE = torch.finfo(torch.float16).max / 2
 
 
@@ -37,6 +40,62 @@ def without_casts(undo: ExitStack) -> None:
     make_with(torch.autocast, undo, enabled=False)
 
 
+class OwnFloat32(TorchFunctionMode):
+    """Has what a script itself makes half be float32: its tensors, its models, and what these are given."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        given = (*args, *kwargs.values())
+        if (name in HALVING or any(it in HALF_TYPES for it in given if isinstance(it, torch.dtype))) and (
+            is_called_by_user()
+        ):
+            func = Tensor.float if name in HALVING else func
+            args, kwargs = tree_map_only(torch.dtype, widen, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def follow(self, undo: ExitStack) -> None:
+        """Is in force until undone."""
+        for name in (*HALVING, "to"):
+            wrap(Module, name, self._cast_module, undo)
+        undo.callback(register_module_forward_pre_hook(self._enter).remove)
+        undo.enter_context(self)
+
+    def _cast_module(self, cast: Callable[..., Module], module: Module, *args, **kwargs) -> Module:
+        if not is_called_by_user():
+            return cast(module, *args, **kwargs)
+        if cast.__name__ in HALVING:
+            return module.float()
+        args, kwargs = tree_map_only(torch.dtype, widen, (args, kwargs))
+        return cast(module, *args, **kwargs)
+
+    def _enter(self, module: Module, args: tuple) -> tuple | None:
+        """Casts half data that a layer in float32 is given."""
+        own = {it.dtype for it in module.parameters(recurse=False)}
+        if torch.float32 not in own or not any(it.dtype in HALF_TYPES for it in floating_in(args)):
+            return None
+        return tree_map_only(Tensor, lambda it: it.float() if it.dtype in HALF_TYPES else it, args)
+
+
+def widen(dtype: torch.dtype) -> torch.dtype:
+    """Returns float32 for a half type."""
+    return torch.float32 if dtype in HALF_TYPES else dtype
+
+
+def note_halved(undo: ExitStack) -> dict[str, None]:
+    """Returns what gets the lines at which a script itself makes models half, until undone."""
+    lines: dict[str, None] = {}
+
+    def noted(cast: Callable[..., Module], module: Module, *args: object, **kwargs: object) -> Module:
+        cast(module, *args, **kwargs)
+        if is_called_by_user() and any(it.dtype in HALF_TYPES for it in module.parameters()):
+            lines[str(user_line())] = None
+        return module
+
+    for name in (*HALVING, "to"):
+        wrap(Module, name, noted, undo)
+    return lines
+
+
 def note_autocast_without_gpu(undo: ExitStack) -> set[str]:
     """Returns a set that gets the lines that turn on autocast for CUDA where there is none, until undone.
 
@@ -46,8 +105,10 @@ def note_autocast_without_gpu(undo: ExitStack) -> set[str]:
 
     def noted(init: Callable[..., None], *args: object, **kwargs: object) -> None:
         init(*args, **kwargs)
+        if "cuda" not in (*args[1:], *kwargs.values()) or torch.cuda.is_available():
+            return
         given = inspect.signature(init).bind(*args, **kwargs).arguments
-        if given["device_type"] == "cuda" and given.get("enabled", True) and not torch.cuda.is_available():
+        if given["device_type"] == "cuda" and given.get("enabled", True):
             lines.add(str(user_line()))
 
     wrap(torch.autocast, "__init__", noted, undo)

@@ -11,76 +11,86 @@ from types import FrameType
 from torch import Tensor
 from torch.nn import Module
 
+from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments.dispatch import Operation
-from ampatch.doctor.instruments.places import user_frame
+from ampatch.doctor.instruments.places import SHOWN, user_frame
 from ampatch.doctor.instruments.values import is_finite
-from ampatch.doctor.text.source import Edit, Lines, Source, place_of, read, statement_of
+from ampatch.doctor.text.source import Change, Edit, Lines, Source, place_of, read, statement_of
 
+STATEMENT = "that statement alone in float32"
+FUNCTION = "that function in float32, by what stands above it here"
 Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cast as well, what to import
 
 
-def region_of(of: Operation, parameters: Iterable[Tensor]) -> Lines:
-    """Returns lines that replace the statement which an operation runs for; `parameters` are the models'."""
+def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
+    """Returns the fix of the statement which an operation runs for; `parameters` are the models'."""
     is_cast = of.is_on or not (of.autocast or any(map(is_half_tensor, parameters)))
     return region_in_float32(of.autocast, not (of.place and of.place.module), is_cast)
 
 
-def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) -> Lines:
-    """Returns lines that replace the statement which the user's code is at; none where they could be wrong.
+def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) -> Paste | None:
+    """Returns what puts the statement that the user's code is at into float32; None where it could be wrong.
 
     Its half tensors are cast, and casts are off: those of `torch.autocast` for a device, or ours. A function
     that uses no model is put into float32 as a whole, for what follows there as well. A statement that calls
     a module is left alone, and in a half model all but what it returns, if `is_model`.
     """
     frame, source, statement = statement_here()
-    if statement is None:
-        return ()
+    if frame is None or statement is None:
+        return None
     casts = casts_of(autocast, source, frame.f_lineno, frame.f_locals) if casts_are_on else None
-    if casts and (lines := function_in_float32(source, frame, *casts[1:])):
-        return lines
+    if casts and (change := function_in_float32(source, frame, *casts[1:])):
+        return Paste(FUNCTION, (change,))
     calls = (it for it in ast.walk(statement) if isinstance(it, ast.Call))
     if any(isinstance(value_of(it.func, frame), Module) for it in calls):
-        return ()
+        return None
     modules = [value for value in frame.f_locals.values() if isinstance(value, Module)]
     in_half = any(is_half_tensor(parameter) for module in modules for parameter in module.parameters())
     is_last = isinstance(statement, ast.Return) or name_of_reduction(statement) in ("mean", "sum")
     if in_half and not (is_model and is_last):
-        return ()
+        return None
     edits: list[Edit] = [
         (source.end(it), ".float()", 0) for it in tensors_in_statement(statement, frame, is_half_tensor)
     ]
-    before, lines = source.before(statement), source.edited(statement, edits)
     if casts and not in_half:  # no casts of functions are on in a half model
-        lines = (*casts[2], f"with {casts[0]}:", *indent("\n".join(lines), "    ").split("\n"))
-    elif not edits:
-        return ()
-    return (before, *indent("\n".join(lines), "    ").split("\n")) if before else lines
+        inside = indent("\n".join(source.text_of(statement, edits)), "    ").split("\n")
+        change = source.replaced(statement, (*casts[2], f"with {casts[0]}:", *inside))
+    elif edits:
+        change = source.edited(statement, edits)
+    else:
+        return None
+    return Paste(STATEMENT, (change,))
 
 
 def statement_here() -> tuple[FrameType | None, Source, ast.stmt | None]:
     """Returns where the user's code is: its frame, its file, and the statement, None where there is none."""
     frame = user_frame()
-    source = (frame and read(frame.f_code.co_filename, frame.f_globals)) or Source(())
-    return frame, source, source.statement_at(frame.f_lineno) if frame else None
+    if frame is None:
+        return None, Source(()), None
+    name = frame.f_code.co_filename
+    source = read(name, frame.f_globals, name.removeprefix(SHOWN)) or Source(())
+    return frame, source, source.statement_of(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
-def statement_of_zeros() -> Lines:
+def statement_of_zeros() -> Change | None:
     """Returns the statement that the user's code is at, with 0 for each inf and NaN that it takes."""
     frame, source, statement = statement_here()
-    found = tensors_in_statement(statement, frame, lambda it: not is_finite(it)) if statement else ()
+    found = (
+        tensors_in_statement(statement, frame, lambda it: not is_finite(it)) if statement and frame else ()
+    )
     edits: list[Edit] = [(source.end(it), ".nan_to_num(0, 0, 0)", 0) for it in found]
-    return source.edited(statement, edits) if statement and edits else ()
+    return source.edited(statement, edits) if statement and edits else None
 
 
-def function_at(where: str | None, autocast: str | None) -> Lines:
-    """Returns the lines that put the function of a line, "file:line", into float32; none of a method."""
+def function_at(where: str | None, autocast: str | None) -> Paste | None:
+    """Returns what puts the function of a line, "file:line", into float32; None of a method."""
     source, _ = statement_of(where)
     _, line = place_of(where)
     function = source.statement_at(line, (ast.FunctionDef,))
     taken = [it.arg for it in function.args.args] if isinstance(function, ast.FunctionDef) else []
     if function is None or taken[:1] in ([], ["self"]):
-        return ()
-    return decorated(source, function, *casts_of(autocast, source, line, {})[1:])
+        return None
+    return Paste(FUNCTION, (decorated(source, function, *casts_of(autocast, source, line, {})[1:]),))
 
 
 def casts_of(autocast: str | None, source: Source, line: int, names: Collection[str]) -> Casts:
@@ -94,32 +104,35 @@ def casts_of(autocast: str | None, source: Source, line: int, names: Collection[
     return "amp.disable_casts()", ("amp.float_function", "amp.disable_casts()"), needed
 
 
-def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imports: Lines) -> Lines:
-    """Returns the lines that put the function of a frame into float32; none if it uses a model."""
+def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imports: Lines) -> Change | None:
+    """Returns the change that puts the function of a frame into float32; None if it uses a model."""
     function = source.statement_at(frame.f_lineno, (ast.FunctionDef,))
     if frame.f_code.co_name == "<lambda>":
         function = source.statement_at(frame.f_lineno)
     elif not isinstance(function, ast.FunctionDef) or function.name != frame.f_code.co_name:
-        return ()
+        return None
     taken = frame.f_code.co_varnames[: frame.f_code.co_argcount]
     names = {it.id for it in ast.walk(function) if isinstance(it, ast.Name)}
     used = [frame.f_locals.get(it, frame.f_globals.get(it)) for it in names]
     uses_model = any(isinstance(it, Module) and any(True for _ in it.parameters()) for it in used)
     if uses_model or not any(isinstance(frame.f_locals.get(it), Tensor) for it in taken):
-        return ()
+        return None
     if not isinstance(function, ast.FunctionDef):
         lambdas = [it for it in ast.walk(function) if isinstance(it, ast.Lambda)]
         parts = [it for it in lambdas if tuple(each.arg for each in it.args.args) == taken]
         opened = "".join(f"{it}(" for it in decorators)
         edits = [(source.begin(it), opened, 0) for it in parts]
         edits += [(source.end(it), ")" * len(decorators), 0) for it in parts]
-        return (*imports, *source.edited(function, edits))
+        if not imports:
+            return source.edited(function, edits)
+        return source.replaced(function, (*imports, *source.text_of(function, edits)))
     return decorated(source, function, decorators, imports)
 
 
-def decorated(source: Source, function: ast.stmt, decorators: Lines, imports: Lines) -> Lines:
-    """Returns the first line of a function, with what stands above it then."""
-    return (*imports, *(f"@{it}" for it in decorators), source.line(function.lineno))
+def decorated(source: Source, function: ast.stmt, decorators: Lines, imports: Lines) -> Change:
+    """Returns the change of the first line of a function, with what stands above it then."""
+    lines = (*imports, *(f"@{it}" for it in decorators), source.line(function.lineno))
+    return source.change(function.lineno, function.lineno, lines)
 
 
 def is_half_tensor(value: object) -> bool:

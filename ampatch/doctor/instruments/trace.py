@@ -17,9 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments import places
-from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS, Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import explain_arguments, follow, note_error, note_written
 from ampatch.doctor.instruments.marks import Marks, Origins
@@ -44,9 +45,12 @@ class Trace(Rule):
 
     looks_inside = True
 
-    def __init__(self, clock: Clock, window: Collection[int] | None, goes_on: bool = False) -> None:
+    def __init__(
+        self, clock: Clock, window: Collection[int] | None, goes_on: bool = False, is_brief: bool = False
+    ) -> None:
         super().__init__(clock)
         self.window, self.goes_on = window, goes_on
+        self._most = MOST_MICRO_STEPS if is_brief else math.inf  # backward passes of an attempt
         self.origins = Origins()
         self.models = clock.models
         self._early = Marks()  # of what was made before the first step, and lasts
@@ -172,7 +176,8 @@ class Trace(Rule):
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells."""
-        return self.active and not self.clock.is_away and name not in ops.IGNORED
+        is_due = self.active and self.clock.micro_step < self._most
+        return is_due and not self.clock.is_away and name not in ops.IGNORED
 
     def before(self, operation: Operation) -> Kept | None:
         """Returns what is bad before an operation that writes into it, and the largest number."""
@@ -228,7 +233,7 @@ class Trace(Rule):
             came -= self.origins.quiet
         damage = None if worst is None else examine(worst, bool(bad))
         if bad and damage is None and not any(it.requires_grad for it in bad):  # data that a mask hides
-            marks = self._marks.of(*filter(is_finite, taken))
+            marks, call.hidden = self._marks.of(*filter(is_finite, taken)), came
         if damage is not None and bad and not came:
             marks = marks | (came := self._marks_of_unseen(call, bad))
         is_new = damage is not None and not came
@@ -253,7 +258,7 @@ class Trace(Rule):
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
 
-    def _region(self, call: ops.Call, of: Operation) -> tuple[str, ...]:
+    def _region(self, call: ops.Call, of: Operation) -> Paste | None:
         if not any(map(is_half_tensor, of.taken)):
             source = self._graph.half_before(of.taken)
             if source and source.place:
@@ -279,8 +284,8 @@ class Trace(Rule):
         if not self.active or (self._found_in_backward and node.name() == ops.REPEATED):
             return
         self._found_in_backward = True
-        self.origins.came_back |= call.origins
-        if call.origins or not all(map(is_finite, given := [*tensors_in(taken)])):
+        self.origins.came_back |= call.origins or call.hidden
+        if call.origins or call.hidden or not all(map(is_finite, given := [*tensors_in(taken)])):
             return
         if call.infinite is not None and call.is_data and not note_written(call):  # it was no mask
             data = ops.Call("", "input", call.place, call.where)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 import ampatch as amp
 from ampatch.levels.private import unwrap
@@ -16,6 +17,7 @@ from ampatch.tools.tensors import tensors_in
 
 Tensors = list[Tensor]
 Kept = tuple[Tensors, float | None]  # what is bad among what an operation takes, and the largest number
+PLAIN = (Tensor, Parameter)
 HALF = ("float16", "bfloat16")  # in `Damage.dtype`
 
 
@@ -55,6 +57,16 @@ def is_finite(tensor: Tensor) -> bool:
     if not is_inexact(tensor) or tensor.is_meta:
         return True
     return bool(torch.isfinite(plain(tensor)).all())
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Says whether all numbers of some tensors are finite; costs a host sync."""
+    found = [it for it in tensors if is_inexact(it) and not it.is_meta and it.numel()]
+    if len(found) > 1 and all(type(it) in PLAIN and it.layout is torch.strided for it in found):
+        with suppress(RuntimeError):  # of tensors on several devices
+            largest = torch._foreach_norm([it.detach() for it in found], math.inf)
+            return bool(torch.isfinite(torch.stack(largest)).all())
+    return all(map(is_finite, found))
 
 
 def is_mask(tensor: Tensor) -> bool:
@@ -149,14 +161,12 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def off_casts() -> Iterator[None]:
     """Turns casts off, of `initialize` where it is in use."""
-    with torch.autocast("cpu", enabled=False):
-        try:
-            context = amp.disable_casts()
-        except amp.NotInitializedError:
-            yield
-            return
-        with context:
-            yield
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled("cpu"):
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+        with suppress(amp.NotInitializedError):
+            stack.enter_context(amp.disable_casts())
+        yield
 
 
 def random_of(device: torch.device) -> dict[str, Tensor]:

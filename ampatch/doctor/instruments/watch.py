@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import parameters_of
-from ampatch.doctor.instruments.values import is_finite, quiet, tensors_in
+from ampatch.doctor.instruments.values import are_finite, is_finite, quiet, tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
 
@@ -76,21 +77,22 @@ class Watch(Instrument):
     def see_output(self, module: Module, output: object) -> None:
         """Looks at what a model gives."""
         if self.clock.models.depth == 1 and torch.is_grad_enabled():
-            self._is_bad |= not all(map(is_finite, tensors_in(output)))
+            self._is_bad |= not are_finite(tensors_in(output))
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Looks at the loss, and at the scale of ours; that of torch is asked at the attempt."""
         self._is_bad, self._has_backward = False, True
-        self._now.loss &= all(map(is_finite, losses))
+        self._now.loss &= are_finite(losses)
         self._now.value = sum(it.sum().item() for it in losses)
-        self._old = {id(it) for it in self.clock.models.parameters() if not has_finite_grad(it)}
+        parameters = self.clock.models.parameters()
+        self._old = set() if have_finite_grads(parameters) else bad_of(parameters)
         if (scaler := self.clock.scaler) is not None:
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
 
     def end_backward(self) -> None:
         """Looks at the gradients."""
         made = (it for it in self.clock.models.parameters() if id(it) not in self._old)
-        self._now.gradients &= all(map(has_finite_grad, made))
+        self._now.gradients &= have_finite_grads(made)
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Takes the scale of torch's scaler, and numbers the attempt."""
@@ -99,7 +101,7 @@ class Watch(Instrument):
         elif self._now.scale is None and not self._has_backward and self.attempts:  # the second of one loss
             self._now = replace(self.attempts[-1], weights=True, left_out=False, is_again=True)
         own = (it for it in parameters_of(optimizer) if id(it) in self._old)
-        self._now.gradients &= all(map(has_finite_grad, own))
+        self._now.gradients &= have_finite_grads(own)
         self._now.step = self._steps[optimizer]
         self._steps[optimizer] += 1
 
@@ -107,7 +109,7 @@ class Watch(Instrument):
         """Looks at the weights, at buffers, and at the optimizer's state."""
         state = tensors_in(list(optimizer.state.values()))
         held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
-        self._now.weights &= all(map(is_finite, held))
+        self._now.weights &= are_finite(held)
         self._now.weights &= {id(it) for it in self.clock.models.lost_buffers()} <= self._unset
         self._now.value /= self._now.scale or 1.0
         self._now.seconds = perf_counter() - self._since
@@ -118,6 +120,11 @@ class Watch(Instrument):
             raise Enough
 
 
-def has_finite_grad(parameter: Tensor) -> bool:
-    """Says whether all numbers of a parameter's gradient are finite, as are those of none."""
-    return parameter.grad is None or is_finite(parameter.grad)
+def have_finite_grads(parameters: Iterable[Tensor]) -> bool:
+    """Says whether all numbers of the gradients that parameters have are finite."""
+    return are_finite(it.grad for it in parameters if it.grad is not None)
+
+
+def bad_of(parameters: Iterable[Tensor]) -> set[int]:
+    """Returns those whose gradients are not finite, by their ids."""
+    return {id(it) for it in parameters if it.grad is not None and not is_finite(it.grad)}

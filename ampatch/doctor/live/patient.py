@@ -10,7 +10,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.doctor.campaign import MOST_TRACED, findings_in, modules_to_keep
-from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.instruments.clock import ScalerInUse
 from ampatch.doctor.instruments.operations import Call, Origin
@@ -18,6 +17,7 @@ from ampatch.doctor.instruments.values import examine, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.outcome import Step
 from ampatch.doctor.live.replay import replay
+from ampatch.doctor.rules.table import explain
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import describe_scale
 from ampatch.doctor.words import describe, describe_finding

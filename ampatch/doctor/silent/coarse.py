@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 
 import torch
@@ -14,13 +14,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Site
 from ampatch.doctor.instruments.operations import CASTS
-from ampatch.doctor.instruments.places import user_line
-from ampatch.doctor.instruments.values import is_finite, plain
-from ampatch.doctor.silent.fault import STUCK, Notes
+from ampatch.doctor.instruments.places import is_called_by_ampatch, user_line
+from ampatch.doctor.instruments.values import is_finite, is_inexact, plain
+from ampatch.doctor.silent.notes import STUCK, Notes
 from ampatch.doctor.silent.rules import VIEWS, SilentRule
 from ampatch.levels.precision import HALF_TYPES
 
 UPDATES = ("add_", "sub_", "lerp_")
+SUMMING = ("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
+WRONG = 0.1  # of a sum
+SATURATING = ("sigmoid", "tanh")
+MOST_COLUMNS = 256
 FEWEST = 16  # numbers of a tensor
 MANY = 0.5  # of the weights stay as they were: a fault where the loss does not fall
 REPEATED = 3  # attempts
@@ -75,21 +79,95 @@ class Updates(SilentRule):
 
 
 class Counts(SilentRule):
-    """Whole numbers, as positions and times, of which half makes fewer."""
+    """Whole numbers, as positions, times and names of items, of which half makes fewer."""
 
     def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
-        """Counts them before and after a cast."""
+        """Counts them before and after a cast, in each column of a table."""
         is_half = given[0].dtype in HALF_TYPES and operation.name in CASTS
         if not is_half or given[0].numel() < FEWEST or not isinstance(operation.args[0], Tensor):
             return
-        limit = int(2 / torch.finfo(given[0].dtype).eps)
-        taken = plain(operation.args[0]).double()
-        if taken.abs().max() <= limit or (taken != taken.round()).any():
+        limit = limit_of(given[0].dtype)
+        taken, cast = plain(operation.args[0]).double(), plain(given[0])
+        is_table = taken.dim() > 1 and taken.shape[-1] <= MOST_COLUMNS
+        columns = taken.flatten(0, -2) if is_table else taken.reshape(-1, 1)
+        is_whole = (columns.abs().amax(0) > limit) & (columns == columns.round()).all(0)
+        for index in is_whole.nonzero().flatten().tolist():
+            before = len(columns[:, index].unique())
+            after = len(cast.reshape(columns.shape)[:, index].unique())
+            if after < FEWER * before:
+                numbers = {"before": before, "after": after, "limit": limit}
+                numbers["given"] = is_called_by_ampatch()
+                self._note(operation, given[0].dtype, **numbers)
+                return
+
+    def _note(self, operation: Operation, dtype: torch.dtype, **numbers: object) -> None:
+        self._notes.add("collapsed", operation.site, dtype=str(dtype)[6:], **numbers)
+
+
+class Sums(SilentRule):
+    """Sums that half stops: where many numbers are added to one, and whole numbers that are counted."""
+
+    def __init__(self, clock: Clock, notes: Notes, window: Collection[int]) -> None:
+        super().__init__(clock, notes, window)
+        self._missed: Counter[Site] = Counter()
+
+    def before(self, operation: Operation) -> list[object] | None:
+        """Returns what is added, in float32, as it is before the operation."""
+        into = next(iter(operation.floating), None)
+        if operation.name not in (*SUMMING, "add_") or into is None or into.dtype not in HALF_TYPES:
+            return None
+        return [
+            it.detach().to(torch.float32, copy=True) if isinstance(it, Tensor) and is_inexact(it) else it
+            for it in operation.args
+        ]
+
+    def look(self, operation: Operation, kept: list[object] | None, given: list[Tensor]) -> None:
+        """Compares a sum with that of float32."""
+        if kept is None or len(kept) < 2 or given[0].dtype not in HALF_TYPES:
             return
-        before, after = len(taken.unique()), len(plain(given[0]).unique())
-        if after < FEWER * before:
-            numbers = {"before": before, "after": after, "limit": limit, "dtype": str(given[0].dtype)[6:]}
-            self._notes.add("collapsed", operation.site, **numbers)
+        dtype = given[0].dtype
+        have, numbers = plain(given[0]).float(), {"dtype": str(dtype)[6:], "limit": limit_of(dtype)}
+        if operation.name == "add_":
+            into = kept[0]
+            by = torch.as_tensor(kept[1], dtype=torch.float32, device=into.device)
+            if (into.abs() < numbers["limit"]).all() or not is_whole(into, by):
+                return
+            missed = (by != 0) & ((have - into - by).abs() >= by.abs() / 2)
+            self._missed[operation.site] += bool(missed.any())
+            if self._missed[operation.site] == REPEATED:
+                self._notes.add("lost_counts", operation.site, **numbers)
+            return
+        wanted = operation.func(*kept, **operation.kwargs)
+        wrong = torch.isfinite(wanted) & ((have - wanted).abs() > WRONG * wanted.abs())
+        if wrong.any():
+            worst = int((have - wanted).abs().where(wrong, 0).argmax())
+            numbers |= {"have": have.flatten()[worst].item(), "wanted": wanted.flatten()[worst].item()}
+            self._notes.add("lost_sums", operation.site, **numbers)
+
+
+class Saturated(SilentRule):
+    """Probabilities that half rounds to 1, where their derivative is 0; a fault where that stops learning."""
+
+    def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
+        """Counts those that are not 1 in float32."""
+        tensor = given[0]
+        if operation.name not in SATURATING or tensor.dtype not in HALF_TYPES or not tensor.requires_grad:
+            return
+        wanted = operation.func(operation.floating[0].float())
+        share = ((plain(tensor).abs() == 1) & (wanted.abs() < 1)).float().mean().item()
+        if share >= MANY:
+            more = {"dtype": str(tensor.dtype)[6:], "autocast": operation.autocast, "float32_survives": True}
+            self._notes.add("saturated", operation.site, more=more, share=share)
+
+
+def limit_of(dtype: torch.dtype) -> int:
+    """Returns up to where a type holds all whole numbers."""
+    return int(2 / torch.finfo(dtype).eps)
+
+
+def is_whole(*tensors: Tensor) -> bool:
+    """Says whether some tensors hold whole numbers alone."""
+    return all(bool((it == it.round()).all()) for it in tensors)
 
 
 class Angles(SilentRule):

@@ -11,10 +11,10 @@ from torch.nn import Module
 
 import ampatch as amp
 from ampatch.doctor.against.sample import FILES, is_parameter, read_samples
+from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.values import plain
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import SilentFault
 
 SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
 NORMAL = 2.0**-14  # the smallest that float16 holds with all of its digits
@@ -89,7 +89,7 @@ def pick_sample(shares: Mapping[int, float], attempts: Sequence[Attempt]) -> int
     return next((attempt for attempt, share in shares.items() if share >= NEAR * most), None)
 
 
-def compare_gradients(folder: str, attempt: int) -> tuple[list[SilentFault], str]:
+def compare_gradients(folder: str, attempt: int) -> tuple[list[Finding], str]:
     """Returns the parameters whose gradients underflow, and what is not known."""
     taken = read_samples(folder)
     if len(taken) < len(FILES):
@@ -112,8 +112,8 @@ def compare_gradients(folder: str, attempt: int) -> tuple[list[SilentFault], str
             if numbers["share"] >= LOST:
                 numbers |= {"init_scale": best_scale(full["largest"])}
                 _, model, layer, _, name = key
-                fault = (attempt, "backward", model, layer, name, "backward", half["where"], numbers)
-                found.append(SilentFault("underflow", *fault, (attempt,)))
+                site = (attempt, "backward", model, layer, "backward", half["where"], name)
+                found.append(Finding("underflow", *site, steps=(attempt,), facts=numbers))
     return found, ""
 
 

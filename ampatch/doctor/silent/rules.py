@@ -12,12 +12,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS, Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule, Site
 from ampatch.doctor.instruments.operations import CASTS, IGNORED
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_user, user_line
 from ampatch.doctor.instruments.values import floating_in, key_of, plain
-from ampatch.doctor.silent.fault import Notes, Suspicion
+from ampatch.doctor.silent.notes import Notes, Suspicion
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import is_transformed
@@ -59,7 +59,7 @@ class SilentRule(Rule):
     def wants(self, name: str) -> bool:
         """Leaves out the operations of backward passes and optimizers."""
         is_away = self.clock.in_backward or self.clock.part == "optimizer"
-        is_active = self.clock.attempt in self._window
+        is_active = self.clock.attempt in self._window and self.clock.micro_step < MOST_MICRO_STEPS
         return is_active and not (is_away or name in LEFT_ALONE or is_transformed())
 
     def after(self, operation: Operation, kept: object, result: object) -> None:

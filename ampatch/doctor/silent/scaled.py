@@ -7,7 +7,6 @@ and the doctor notes its warnings.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import nodes_of
 from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, parameters_of, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
-from ampatch.doctor.silent.fault import WARNED, Notes
+from ampatch.doctor.silent.notes import WARNED, Notes
 
 MOST_EMPTY = 3
 TINY = 1e-15  # whose square float32 holds
@@ -86,9 +85,6 @@ class Scaled(Instrument, amp.Observer):
         clock.wrap(torch, "clear_autocast_cache", self._forget_casts)
         self._blocks: dict[int, tuple[int, str | None]] = {}  # of `scale_loss`, by the id of the loss
         clock.undo.enter_context(amp.observe(self))
-        logger = logging.getLogger("ampatch")
-        logger.addFilter(self._hear)  # before the session's own, which silences it at verbosity 0
-        clock.undo.callback(logger.removeFilter, self._hear)
 
     def close(self) -> None:
         """Notes what was never used up to the end of the run."""
@@ -130,7 +126,9 @@ class Scaled(Instrument, amp.Observer):
         """Asks whether a scaled loss is part of it, and what gradients there are."""
         self._backwards += 1
         self._now = None
-        for parameter in self.clock.models.parameters():
+        for parameter in (
+            self.clock.models.parameters() if self.clock.micro_step == 0 or self._has_scaler else ()
+        ):
             self._forget_zeros(parameter)
         if not self._has_scaler:
             return
@@ -168,15 +166,16 @@ class Scaled(Instrument, amp.Observer):
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         """Notes a step of old gradients, or of none, as of parameters that the model has no more."""
-        self._stepped_at = user_line()
+        where = user_line()
+        self._stepped_at = where if is_in_autocast() else None
         found, now = self._of(optimizer), self.clock.attempt
         self._empty = 0 if found or not self.clock.changed else self._empty + 1
         if found and all(known.is_old for _, known in found):
-            self._tell("not_zeroed", "step", self._stepped_at)
+            self._tell("not_zeroed", "step", where)
         elif found and all(known.stepped == it.grad._version for it, known in found):
-            self._tell("stepped_twice", "step", self._stepped_at, attempt=max(now - 1, 0))
+            self._tell("stepped_twice", "step", where, attempt=max(now - 1, 0))
         elif self._empty == MOST_EMPTY:
-            self._tell("no_gradients", "step", self._stepped_at, attempt=now + 1 - MOST_EMPTY)
+            self._tell("no_gradients", "step", where, attempt=now + 1 - MOST_EMPTY)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Notes what was stepped; a loss that was scaled an attempt ago has not been used."""
@@ -241,13 +240,12 @@ class Scaled(Instrument, amp.Observer):
             self._penalty = user_line()
         return grad(outputs, *args, **kwargs)
 
-    def _hear(self, record: logging.LogRecord) -> bool:
-        """Reads a line of the log, of a file, a number and a text, and lets it pass."""
-        kind, op = WARNED.get(getattr(record, "misuse", ""), ("", ""))
-        if kind:
-            file, number, text = record.args
-            self._tell(kind, op, f"{str(file).removeprefix(SHOWN)}:{number}", said=text)
-        return True
+    def on_misuse(self, kind: str, line: tuple[str, int]) -> None:
+        """Notes what the library warns of."""
+        if kind in WARNED:
+            file, number = line
+            fault, op = WARNED[kind]
+            self._tell(fault, op, f"{file.removeprefix(SHOWN)}:{number}")
 
     # ---- What is known ----
 
@@ -297,3 +295,10 @@ class Scaled(Instrument, amp.Observer):
         """Notes a backward that was not scaled, whose gradients a scaler takes for scaled ones."""
         for line in dict.fromkeys(it.raw for _, it in self._of(optimizer) if it.raw is not None):
             self._tell("unscaled_backward", "backward", line, "backward")
+
+
+def is_in_autocast() -> bool:
+    """Says whether a region of torch.autocast is open, which keeps the casts of weights."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth > 0

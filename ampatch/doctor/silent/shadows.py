@@ -21,7 +21,7 @@ from ampatch.doctor.instruments.marks import Marks
 from ampatch.doctor.instruments.places import is_called_by_scaler
 from ampatch.doctor.instruments.region import region_of
 from ampatch.doctor.instruments.values import floating_in, holds_no_number, is_finite
-from ampatch.doctor.silent.fault import Notes, Suspicion
+from ampatch.doctor.silent.notes import Notes, Suspicion
 from ampatch.doctor.silent.rules import SilentRule
 from ampatch.levels.precision import HALF_TYPES
 
@@ -95,10 +95,15 @@ class Shadows(SilentRule):
         if loss is not None and where not in self._mends:
             self._mends[where] = {
                 "region": region_of(operation, self.clock.models.parameters()),
-                "alike": self.clock.models.like_place(),
                 "autocast": operation.autocast,
+                "float32_survives": True,
+                "alike": self.clock.models.like_place(),
             }
-        return loss and replace(loss, numbers=loss.numbers | self._mends[where])
+        if loss is None:
+            return None
+        more = dict(self._mends[where])
+        facts = {"own": True, "alike": more.pop("alike")}
+        return replace(loss, numbers=loss.numbers | facts, more=loss.more | more)
 
     def _find(self, tensor: Tensor) -> Shadow | None:
         """Returns the shadow of a tensor, None of one that was written to since, as through a view."""
@@ -150,7 +155,7 @@ class Shadows(SilentRule):
             first = wanted[is_grave].abs().max().item()
             numbers = {**loss.numbers, "share": share, "zeros": zeros, "float32_largest": first}
             kind = "zeros" if is_new else loss.kind  # what one operation loses alone, it lost inside
-            self._faults.append(Suspicion(kind, loss.site, numbers))
+            self._faults.append(replace(loss, kind=kind, numbers=numbers))
             return {len(self._faults) - 1}
         if is_far.any():
             self._add(tensor, wanted, loss)
@@ -174,8 +179,8 @@ def find_loss(operation: Operation, given: list[Tensor]) -> Suspicion | None:
 def new_loss(kind: str, operation: Operation, tensor: Tensor) -> Suspicion:
     """Describes what an operation loses."""
     largest = max(it.detach().abs().max().item() for it in operation.floating if it.numel())
-    numbers = {"input_largest": largest, "dtype": str(tensor.dtype).removeprefix("torch.")}
-    return Suspicion(kind, operation.site, numbers)
+    more = {"input_largest": largest, "dtype": str(tensor.dtype).removeprefix("torch.")}
+    return Suspicion(kind, operation.site, more=more)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 
 from ampatch.doctor.text.mend import operand_of
-from ampatch.doctor.text.source import Edit, Lines, Source, statement_of
+from ampatch.doctor.text.source import Change, Edit, Source, statement_of
 
 SMALL = 0.01  # an eps
 
 
-def log_source(where: str | None) -> Lines:
+def log_source(where: str | None) -> Change | None:
     """Returns the statement at a line with logarithms, and what they are of, as functions of torch's."""
     source, statement = statement_of(where)
     edits: list[Edit] = []
@@ -18,7 +18,7 @@ def log_source(where: str | None) -> Lines:
         taken, more = operand_of(source, node, "log")[0], operand_of(source, node, "log1p")[0]
         new = log_of(source, taken) if taken else call_of(source, more, "exp", "softplus") if more else ""
         edits += [(source.begin(node), new, source.end(node) - source.begin(node))] if new else []
-    return source.edited(statement, edits) if statement and edits else ()
+    return source.edited(statement, edits) if statement and edits else None
 
 
 def log_of(source: Source, taken: ast.expr) -> str:

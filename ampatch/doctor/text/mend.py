@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ampatch.doctor.text.source import Edit, Lines, Source, place_of, statement_of
+from ampatch.doctor.text.source import Change, Edit, Source, statement_of, statements_of
 
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 OPERATORS = {ast.Div: "div", ast.Pow: "pow"}
 PUTTING = re.compile(r"(masked_)?scatter|index_(add|copy|put|reduce)|copy_")
+WIDER = {"half": "float", "bfloat16": "float", "float16": "float32"}  # torch.half is torch.float16
 NAMESPACES = ("torch", "F", "functional", "linalg", "special")
 
 
@@ -30,22 +31,22 @@ class Mend:
     around: str = ""
 
 
-def mended(where: str | None, op: str, mend: Mend) -> Lines:
-    """Returns the statement at a line, "file:line", with each call of an operation mended, or none.
+def mended(where: str | None, op: str, mend: Mend) -> Change | None:
+    """Returns the change at a line, "file:line", with each call of an operation mended, None without one.
 
     Those beside it that have the same operand, or are built alike, are mended with it.
     """
-    source, statement = statement_of(where)
-    if statement is None or not (edits := edits_in(source, statement, op, mend)):
-        return ()
+    source, statements = statements_of(where)
+    statement = next((it for it in statements if edits_in(source, it, op, mend)), None)
+    if statement is None:
+        return None
     block = source.block_of(statement) if mend.suffix or mend.around else [statement]
     likeness = likeness_of(source, statement, op)
     alike = [it for it in block if likeness & likeness_of(source, it, op)]
     if len(alike) == 1:
-        return source.edited(statement, edits)
+        return source.edited(statement, edits_in(source, statement, op, mend))
     edits = [edit for it in alike for edit in edits_in(source, it, op, mend)]
-    lines = source.edited(alike[0], edits, alike[-1])
-    return (f"# in the place of lines {alike[0].lineno} to {alike[-1].end_lineno}", *lines)
+    return source.edited(alike[0], edits, alike[-1])
 
 
 def edits_in(source: Source, statement: ast.stmt, op: str, mend: Mend) -> list[Edit]:
@@ -111,7 +112,7 @@ def operand_of(source: Source, node: ast.AST, op: str) -> tuple[ast.expr | None,
     return operands[0], source.end(operands[0]), isinstance(operands[0], ATOMS)
 
 
-def cast_source(where: str | None) -> Lines:
+def cast_source(where: str | None) -> Change | None:
     """Returns the statement at a line with what it puts into a tensor cast to the type of that tensor."""
     source, statement = statement_of(where)
     edits: list[Edit] = []
@@ -125,21 +126,81 @@ def cast_source(where: str | None) -> Lines:
                 continue
         cast = f".to({ast.unparse(owner)}.dtype)"
         edits += behind(source.begin(value), source.end(value), isinstance(value, ATOMS), cast)
-    return source.edited(statement, edits) if statement and edits else ()
+    return source.edited(statement, edits) if statement and edits else None
 
 
-def constructed(where: str | None, name: str, keyword: str) -> tuple[str, Lines]:
-    """Returns where the file of a line makes an object of a class, and the statement with a keyword more."""
-    (source, _), (path, _) = statement_of(where), place_of(where)
+def widened(where: str | None) -> Change | None:
+    """Returns the statement at a line that casts to half with a cast to float32 in its place."""
+    source, statements = statements_of(where)
+    for statement in statements:
+        edits: list[Edit] = []
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and node.attr in WIDER:
+                end = source.end(node)
+                edits.append((end - len(node.attr), WIDER[node.attr], len(node.attr)))
+        if edits:
+            return source.edited(statement, edits)
+    return None
+
+
+def retyped(where: str, dtype: str) -> tuple[Change, ...]:
+    """Returns the lines of a file, that of "file:line", which name a half type, with another type there."""
+    source, _ = statements_of(where)
+    types = ("half", "float16", "bfloat16") if dtype == "float32" else ("half", "float16")
+    edits: dict[int, list[Edit]] = {}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in types:
+            is_method = node.attr != "float16" and getattr(node.value, "id", "") != "torch"
+            new = dtype.removesuffix("32") if is_method else dtype
+            edits.setdefault(node.end_lineno or 0, []).append(
+                (source.end(node) - len(node.attr), new, len(node.attr))
+            )
+    return tuple(source.edited_line(line, found) for line, found in sorted(edits.items()))
+
+
+def summed_source(where: str | None, op: str) -> Change | None:
+    """Returns the statement at a line with a sum in float32, of which the result is cast back."""
+    source, statements = statements_of(where)
+    for statement in statements:
+        calls = [it for it in ast.walk(statement) if isinstance(it, ast.Call)]
+        for call in (it for it in calls if getattr(it.func, "attr", "") == op and len(it.args) > 1):
+            new, dtype = made_in_float32(source, getattr(call.func, "value", None))
+            if not dtype:
+                continue
+            added = call.args[-1]
+            in_float32 = behind(source.begin(added), source.end(added), isinstance(added, ATOMS), ".float()")
+            edits = made_in_float32(source, added)[0] or [*in_float32]
+            return source.edited(statement, [*new, *edits, (source.end(call), f".to({dtype})", 0)])
+    return None
+
+
+def made_in_float32(source: Source, made: ast.expr | None) -> tuple[list[Edit], str]:
+    """Returns the edits that make a tensor in float32, as by torch.zeros, and the type that it had."""
+    if not isinstance(made, ast.Call) or not isinstance(made.func, ast.Attribute):
+        return [], ""
+    if not made.func.attr.removeprefix("new_").startswith(("zeros", "ones", "full", "empty")):
+        return [], ""
+    for keyword in (it for it in made.keywords if it.arg == "dtype"):
+        begin, end = source.begin(keyword.value), source.end(keyword.value)
+        return [(begin, "torch.float32", end - begin)], ast.unparse(keyword.value)
+    owner = made.args[0] if made.func.attr.endswith("_like") else made.func.value
+    if getattr(owner, "id", "") in NAMESPACES:
+        return [], ""
+    return [(source.end(made) - 1, ", dtype=torch.float32", 0)], f"{ast.unparse(owner)}.dtype"
+
+
+def constructed(where: str | None, name: str, keyword: str) -> Change | None:
+    """Returns the statement of a line's file that makes an object of a class, with a keyword more."""
+    source, _ = statement_of(where)
     for call in (it for it in ast.walk(source.tree) if isinstance(it, ast.Call)):
         statement = source.statement_at(call.lineno)
         if ast.unparse(call.func).rpartition(".")[2] == name and statement:
             more = f", {keyword}" if call.args or call.keywords else keyword
-            return f"{path}:{statement.lineno}", source.edited(statement, [(source.end(call) - 1, more, 0)])
-    return "", ()
+            return source.edited(statement, [(source.end(call) - 1, more, 0)])
+    return None
 
 
-def normalized_source(where: str | None, module: str, dim: int) -> Lines:
+def normalized_source(where: str | None, module: str, dim: int) -> Change | None:
     """Returns the statement at a line with what a module takes there made vectors of length 1."""
     source, statement = statement_of(where)
     calls = [it for it in ast.walk(statement) if isinstance(it, ast.Call) and it.args] if statement else []
@@ -149,7 +210,7 @@ def normalized_source(where: str | None, module: str, dim: int) -> Lines:
         begin, end = source.begin(first.args[0]), source.end(first.args[0])
         edits = [(begin, "torch.nn.functional.normalize(", 0), (end, f", dim={dim})", 0)]
         return source.edited(statement, edits)
-    return ()
+    return None
 
 
 def is_of_module(called: ast.expr) -> bool:

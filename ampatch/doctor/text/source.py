@@ -1,72 +1,169 @@
-"""The text of a file of the user's, which can be edited by its syntax tree."""
+"""The text of a file of the user's, and how some of its lines read when they are changed."""
 
 from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Sequence
-from textwrap import dedent
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import dedent, indent
+from types import CodeType
 
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 PASTED = "\n     "  # before each line that is to be pasted
-STATEMENT = "that statement alone in float32"
 Edit = tuple[int, str, int]  # at a byte of the file, a text in the place of so many bytes
 Lines = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What stands in the place of the lines `first` to `last` of a file, which count from 1.
+
+    `lines` have no margin: it is that of the first line. `path` is as it is shown.
+    """
+
+    path: str
+    first: int
+    last: int
+    lines: Lines
+
+    @property
+    def file(self) -> str:
+        """The absolute path."""
+        return os.path.abspath(self.path)
+
+    @property
+    def where(self) -> str:
+        """The place, as "file:line"."""
+        return f"{self.path}:{self.first}"
+
+
+def meets(one: Change, other: Change) -> bool:
+    """Says whether two changes are of the same lines: they cannot both be made."""
+    return one.file == other.file and one.first <= other.last and other.first <= one.last
+
+
+def changed_texts(changes: Sequence[Change]) -> dict[str, str]:
+    """Returns the texts of files, by path, with some changes, which do not meet."""
+    texts: dict[str, list[str]] = {}
+    for each in sorted(changes, key=lambda it: -it.first):  # what is above does not move
+        lines = texts.setdefault(each.file, lines_on_disk(each.file))
+        first = lines[each.first - 1]
+        margin = first[: len(first) - len(first.lstrip())]
+        lines[each.first - 1 : each.last] = indent("\n".join(each.lines), margin).split("\n")
+    return {path: "\n".join(lines) for path, lines in texts.items()}
+
+
+def line_before(changes: Sequence[Change], where: str | None) -> str | None:
+    """Returns where "file:line" of a changed file stands in the file on the disk."""
+    path, line = place_of(where)
+    for each in sorted(changes, key=lambda it: it.first):
+        if each.file != os.path.abspath(path) or line < each.first:
+            continue
+        if line < each.first + len(each.lines):
+            line = each.first
+            break
+        line -= len(each.lines) - (each.last + 1 - each.first)
+    return where if where is None else f"{path}:{line}"
+
+
+def lines_on_disk(path: str) -> list[str]:
+    """Returns the lines of a file, none of one that is not there, as of a script from the standard input."""
+    return "".join(linecache.getlines(path)).split("\n")
 
 
 class Source:
     """The text of a file, which can be edited by its syntax tree; SyntaxError if it is no Python."""
 
-    def __init__(self, lines: Sequence[str]) -> None:
+    def __init__(self, lines: Sequence[str], path: str = "") -> None:
+        self.path, self._lines = path, lines
         self._starts = [0]
         for line in lines:
             self._starts.append(self._starts[-1] + len(line.encode()))
         self.text = "".join(lines).encode()
         self.tree = ast.parse(self.text)
 
-    def statement_at(self, line: int, kinds: tuple[type[ast.stmt], ...] = SIMPLE) -> ast.stmt | None:
-        """Returns the innermost statement at a line, None where there is none of these kinds."""
+    def statements_at(self, line: int, kinds: tuple[type[ast.stmt], ...] = SIMPLE) -> list[ast.stmt]:
+        """Returns the innermost statements of these kinds at a line: several may stand on one."""
         found = (it for it in ast.walk(self.tree) if isinstance(it, kinds))
         within = [it for it in found if it.lineno <= line <= (it.end_lineno or line)]
-        return max(within, key=lambda it: it.lineno, default=None)
+        latest = max((it.lineno for it in within), default=0)
+        return [it for it in within if it.lineno == latest]
+
+    def statement_at(self, line: int, kinds: tuple[type[ast.stmt], ...] = SIMPLE) -> ast.stmt | None:
+        """Returns the first of the statements at a line, None where there is none of these kinds."""
+        return next(iter(self.statements_at(line, kinds)), None)
+
+    def statement_of(self, code: CodeType, instruction: int, line: int) -> ast.stmt | None:
+        """Returns the statement at a line that an instruction belongs to, as Python 3.11 and later tell."""
+        found = self.statements_at(line)
+        if len(found) > 1 and hasattr(code, "co_positions"):
+            place = list(code.co_positions())[instruction // 2]
+            here = (place[0] or line, place[2] or 0)
+            within = [it for it in found if (it.lineno, it.col_offset) <= here]
+            return within[-1] if within else found[0]
+        return next(iter(found), None)
 
     def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
         """Returns the statements in a row of which it is one."""
         blocks = (getattr(it, name, ()) for it in ast.walk(self.tree) for name in ("body", "orelse"))
-        return next(it for it in blocks if isinstance(it, list) and statement in it)
+        found = (it for it in blocks if isinstance(it, list) and statement in it)
+        return next(found, [statement])
 
     def line(self, number: int) -> str:
         """Returns a line without its margins."""
         return self.text.decode().split("\n")[number - 1].strip()
 
-    def before(self, statement: ast.stmt) -> str:
-        """Returns what stands before a statement on its line: `def forward(self, x):` of one in one line."""
-        first = self._starts[statement.lineno - 1]
-        return self.text[first : first + statement.col_offset].decode().strip()
-
-    def begin(self, node: ast.expr) -> int:
+    def begin(self, node: ast.expr | ast.stmt) -> int:
         """Returns the first byte of an expression."""
         return self._starts[node.lineno - 1] + node.col_offset
 
-    def end(self, node: ast.expr) -> int:
+    def end(self, node: ast.expr | ast.stmt) -> int:
         """Returns the byte behind an expression."""
         return self._starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
 
-    def edited(self, statement: ast.stmt, edits: list[Edit], last: ast.stmt | None = None) -> Lines:
-        """Returns the lines of a statement, or those up to a later one, with some edits."""
-        first, end = self._starts[statement.lineno - 1], self._starts[(last or statement).end_lineno or 0]
-        first += statement.col_offset if self.before(statement) else 0
-        text = self.text[first:end]
+    def text_of(self, statement: ast.stmt, edits: Sequence[Edit] = ()) -> Lines:
+        """Returns the lines of a statement alone, with some edits, without their margin."""
+        margin = self.text[self._starts[statement.lineno - 1] : self.begin(statement)].decode()
+        text = self._edited(self.begin(statement), self.end(statement), edits)
+        return tuple(dedent((margin if margin.isspace() else "") + text).split("\n"))
+
+    def _edited(self, begin: int, end: int, edits: Sequence[Edit]) -> str:
+        text = self.text[begin:end]
         for at, new, length in sorted(edits, reverse=True):
-            text = text[: at - first] + new.encode() + text[at - first + length :]
-        return tuple(dedent(text.decode()).rstrip().split("\n"))
+            text = text[: at - begin] + new.encode() + text[at - begin + length :]
+        return text.decode()
 
+    def edited(self, statement: ast.stmt, edits: Sequence[Edit], last: ast.stmt | None = None) -> Change:
+        """Returns the change of the lines of a statement, or of those up to a later one, by some edits."""
+        end = (last or statement).end_lineno or 0
+        text = self._edited(self._starts[statement.lineno - 1], self._starts[end], edits)
+        return self.change(statement.lineno, end, tuple(dedent(text).rstrip().split("\n")))
 
-def pasted(region: Lines) -> str:
-    """Returns lines that put a statement, or the function that it is in, into float32, with their title."""
-    is_function = any(it.startswith("@") for it in region[:2])
-    what = "that function in float32, by what stands above it here" if is_function else STATEMENT
-    return PASTED.join((f"{what}:", *region))
+    def edited_line(self, line: int, edits: Sequence[Edit]) -> Change:
+        """Returns the change of a line by some edits."""
+        text = self._edited(self._starts[line - 1], self._starts[line], edits)
+        return self.change(line, line, (text.strip(),))
+
+    def replaced(self, statement: ast.stmt, lines: Lines) -> Change:
+        """Returns the change that puts lines in the place of one statement.
+
+        What else stands on its line gets lines of its own: `def f(x):` before it, statements beside it.
+        """
+        block, first, last = self.block_of(statement), statement.lineno, statement.end_lineno or 0
+        beside = [it for it in block if it.lineno <= last and (it.end_lineno or 0) >= first]
+        first, last = beside[0].lineno, beside[-1].end_lineno or 0
+        header = self.text[self._starts[first - 1] : self.begin(beside[0])].decode().strip()
+        parts = [lines if it is statement else self.text_of(it) for it in beside]
+        body = [line for part in parts for line in part]
+        return self.change(
+            first, last, (header, *indent("\n".join(body), "    ").split("\n")) if header else tuple(body)
+        )
+
+    def change(self, first: int, last: int, lines: Lines) -> Change:
+        """Returns a change of this file."""
+        return Change(self.path, first, last, lines)
 
 
 def place_of(where: str | None) -> tuple[str, int]:
@@ -75,16 +172,22 @@ def place_of(where: str | None) -> tuple[str, int]:
     return path, int(line or 0)
 
 
-def read(path: str, names: dict[str, object] | None = None) -> Source | None:
+def read(path: str, names: dict[str, object] | None = None, shown: str = "") -> Source | None:
     """Returns the text of a file, None if it is no Python; `names` are the globals of its module."""
     try:
-        return Source(linecache.getlines(path, names))
+        return Source(linecache.getlines(path, names), shown or path)
     except SyntaxError:
         return None
 
 
-def statement_of(where: str | None) -> tuple[Source, ast.stmt | None]:
-    """Returns the file of "file:line", and the statement there, None where there is none."""
+def statements_of(where: str | None) -> tuple[Source, Iterator[ast.stmt]]:
+    """Returns the file of "file:line", and the statements there."""
     path, line = place_of(where)
-    source = read(path) or Source(())
-    return source, source.statement_at(line)
+    source = read(path) or Source((), path)
+    return source, iter(source.statements_at(line))
+
+
+def statement_of(where: str | None) -> tuple[Source, ast.stmt | None]:
+    """Returns the file of "file:line", and the first statement there, None where there is none."""
+    source, found = statements_of(where)
+    return source, next(found, None)

@@ -5,46 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ampatch.doctor.causes import explain
-from ampatch.doctor.finding import Finding, read_finding
-from ampatch.doctor.instruments.operations import Call, Origin
-from ampatch.doctor.instruments.places import Place
-from ampatch.doctor.instruments.values import Damage
+from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.remedies import keep, leave_half, paste, take_bfloat16
-from ampatch.doctor.silent.fault import SilentFault
-from ampatch.doctor.text.source import PASTED, Lines
-from ampatch.doctor.trial.trial import Trial
+from ampatch.doctor.rules.remedies import leave_half, take_bfloat16
+from ampatch.doctor.rules.table import explain
+from ampatch.doctor.run import Run
+from ampatch.doctor.suspects import has_scaler
+from ampatch.doctor.trial.trial import Trial, said_of_fall
 
 LEARNS = 0.3  # of the loss, by which it falls more: less is noise, as that of a game
 MOST_LOOKED_AT = 2
 
 
-def is_lossy(fault: SilentFault) -> bool:
-    """Says whether a silent fault is that an operation, or a gradient, loses numbers in half."""
-    return fault.kind in ("zeros", "underflow") and not {"alike", "init_scale"}.isdisjoint(fault.numbers)
-
-
-def try_silent(trial: Trial, faults: Sequence[SilentFault]) -> tuple[SilentFault, ...]:
-    """Returns silent faults, the first with what came of what it says, if half loses something there."""
-    if not (faults and is_lossy(faults[0])):
-        return tuple(faults)
-    first, numbers = faults[0], faults[0].numbers
-    facts = {"own": True, "alike": numbers.get("alike", [])}
-    more = {"dtype": numbers.get("dtype", "float16"), "autocast": numbers["autocast"], "facts": facts}
-    call = Call(first.op, first.phase, Place(first.model, first.module, 0), first.where, **more)
-    it = finding_of(trial, call, numbers.get("region", ()))
-    ways = (keep(it), paste(it), take_bfloat16(it)) if "alike" in numbers else ()
-    found = trial.order(replace(it, remedies=tuple(dict.fromkeys([*filter(None, ways), *first.remedies]))))
-    told = zip(found.remedies, found.tried, strict=True)
-    remedies = tuple(f"{text}{PASTED}(tried: {came})" if came else text for text, came in told)
-    return (replace(first, remedies=remedies), *faults[1:])
-
-
-def finding_of(trial: Trial, call: Call, region: Lines = ()) -> Finding:
-    """Returns a finding of what broke no number, and of which float32 loses nothing."""
-    origin = Origin(call, call.phase, Damage("", (), 0, None, (), call.dtype), 0, region=region)
-    return replace(read_finding(origin, trial.seen.attempts[0]), float32_survives=True)
+def can_try(fault: Finding, run: Run) -> bool:
+    """Says whether a program can do something of what is said of a silent fault."""
+    return any(fix.change(run) is not None for fix in fault.remedies)
 
 
 def falls_on(attempts: Sequence[Attempt]) -> bool:
@@ -77,7 +52,7 @@ def suspects(trial: Trial, harmless: Sequence[Finding]) -> Iterator[Finding]:
     survives = trial.fall_of(trial.again) >= LEARNS
     for it in harmless[:MOST_LOOKED_AT]:
         found = explain(replace(it, float32_survives=survives))
-        yield replace(found, why=f"{found.why} Nothing broke of it, but the loss does not fall.")
+        yield replace(found, why=f"{found.why} Nothing broke because of it, but the loss does not fall.")
 
 
 def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Finding]:
@@ -85,8 +60,13 @@ def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Findin
     first, best = trial.fall_of(trial.seen), trial.fall_of(trial.again)
     if best < first + LEARNS or not falls_on(trial.again.attempts):
         return
-    call = Call("training", "loss", None, None, half, autocast=autocast)
-    it = finding_of(trial, call)
+    it = Finding(
+        *("", trial.seen.attempts[0].step, "loss", None, "", "training", None),
+        dtype=half,
+        autocast=autocast,
+        float32_survives=True,
+        facts={"has_scaler": has_scaler(trial.seen.attempts)},
+    )
     remedies = tuple(filter(None, (take_bfloat16(it), leave_half(it))))
-    why = f"nothing broke, and the loss falls by {first:.0%}; in float32 it falls by {best:.0%}."
+    why = f"nothing broke, and the loss {said_of_fall(first)}; in float32 it {said_of_fall(best)}."
     yield replace(it, cause="learns in float32 alone", why=why, remedies=remedies)

@@ -1,4 +1,4 @@
-"""Runs a script once for each piece of advice, until it trains: that advice comes first."""
+"""Runs a script once for each fix, until it trains: that fix comes first."""
 
 from __future__ import annotations
 
@@ -8,119 +8,135 @@ from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
 from ampatch.doctor.finding import Finding
+from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Rank, Tried, join
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.remedies import leave_half
-from ampatch.doctor.runs import Run, Seen
+from ampatch.doctor.rules.remedies import leave_half
+from ampatch.doctor.run import Run
+from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import FALL, fall_of, find_untried, is_collapse
-from ampatch.doctor.trial.advice import TENTH, Advice, follow, joined, unedited
 
 MOST_TRIED = 4
-ENOUGH = 200  # steps of a run that is tried, or twice as many as it took to break
-MOST_JOINED = 3  # pieces of advice that are followed together
+ENOUGH = 200  # steps of a run that is tried, from the one that broke on
+MOST_JOINED = 3  # fixes that are made together
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
-TRAINS, UNTRIED, BREAKS = range(3)  # the order of advice; what is finite and learns less is as if untried
+Parts = tuple[tuple[str | None, Fix], ...]  # of fixes at their lines
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of advice, and what the run left."""
+    """What came of a fix, and what the run left."""
 
-    rank: int = UNTRIED
-    said: str = ""
+    tried: Tried = NOT_TRIED
     seen: Seen | None = None
+
+    @property
+    def rank(self) -> Rank:
+        """What came of it."""
+        return self.tried.rank
+
+    def after(self, fix: Fix) -> Outcome:
+        """Returns it with how the fix was made."""
+        return replace(self, tried=replace(self.tried, said=fix.how + self.tried.said))
 
 
 @dataclass
 class Trial:
     """Tries what is said of the first finding, as far as a program can follow it.
 
-    `seen` is the script as it is, `again` the script in float32. Costs a run for each piece of advice that is
-    tried; where none is enough, two for each other one that is followed with the first.
+    `seen` is the script as it is, `again` the script in float32. Costs a run for each fix that is
+    tried; where none is enough, two for each other one that is made with the first.
     """
 
     start: Callable[[str, Run], Seen]
-    explain: Callable[[Seen], Sequence[Finding]]  # what broke in a traced run
+    explain: Callable[[Seen, Run], Sequence[Finding]]  # what broke in a traced run
     run: Run
     seen: Seen
     again: Seen
-    tried: dict[str, Outcome] = field(default_factory=dict)
+    can_afford: Callable[[], bool] = lambda: True
+    fault: int = 0  # the attempt that broke, which each run has to pass
+    tried: dict[Fix, Outcome] = field(default_factory=dict)
 
     def order(self, finding: Finding) -> Finding:
-        """Returns the finding with what came of its advice; what makes the script train comes first."""
-        for advice in finding.remedies:
-            changed = follow(self.run, [(finding.where, advice)])
-            if changed is not None and len(self.tried) < MOST_TRIED:
-                self.tried[advice] = self._try(changed)
-                if self.tried[advice].rank == TRAINS:
+        """Returns the finding with what came of its fixes; what makes the script train comes first."""
+        steps = [it.step for it in self.seen.attempts]
+        self.fault = steps.index(finding.step) if finding.step in steps else len(steps)
+        for fix in finding.remedies:
+            is_due = len(self.tried) < MOST_TRIED and self.can_afford()
+            if is_due and fix.change(self.run) is not None:
+                self.tried[fix] = self._try(fix)
+                if self.tried[fix].rank == Rank.TRAINS:
                     break
-        more = self._join(finding) if {it.rank for it in self.tried.values()} == {BREAKS} else ()
+        more = self._join(finding) if {it.rank for it in self.tried.values()} == {Rank.BREAKS} else ()
         order = sorted([*more, *finding.remedies], key=lambda it: self.outcome(it).rank)
-        if self.outcome(order[0]).rank != TRAINS and (last := self._last(finding)):
+        if self.outcome(order[0]).rank != Rank.TRAINS and (last := self._last(finding)):
             order.insert(order[0] not in self.tried, last)
-        said = tuple(self.outcome(it).said for it in order)
-        return replace(finding, remedies=(order[0].removeprefix("or "), *order[1:]), tried=said)
+        tried = tuple(self.outcome(it).tried for it in order)
+        return replace(finding, remedies=(order[0].alone(), *order[1:]), tried=tried)
 
-    def outcome(self, advice: str) -> Outcome:
-        """Returns what came of advice."""
-        return self.tried.get(advice, Outcome())
+    def outcome(self, fix: Fix) -> Outcome:
+        """Returns what came of a fix."""
+        return self.tried.get(fix, Outcome())
 
-    def _last(self, finding: Finding) -> str | None:
-        """Returns the advice to leave half precision, which was tried by now, if the script learns so."""
-        advice, outcome = leave_half(finding), self._judge(self.again)
-        learns = outcome.rank == TRAINS and self.fall_of(self.again) >= FALL
-        if not advice or self.again.is_half or not learns:
+    def _last(self, finding: Finding) -> Fix | None:
+        """Returns the fix to leave half precision, which was tried by now, if the script learns so."""
+        fix, outcome = leave_half(finding), self._judge(self.again)
+        learns = outcome.rank == Rank.TRAINS and self.fall_of(self.again) >= FALL
+        if fix is None or self.again.is_half or not learns:
             return None
-        self.tried[advice] = outcome
-        return advice
+        self.tried[fix] = outcome
+        return fix
 
-    def _join(self, finding: Finding) -> Sequence[str]:
-        """Follows what is said of what breaks next as well; returns all of it if the script trains then."""
-        advice = next(it for it in finding.remedies if it in self.tried)
-        outcome, plan = self.tried[advice], [(finding.where, advice)]
-        while outcome.rank == BREAKS and outcome.seen is not None and len(plan) < MOST_JOINED:
-            window = outcome.seen.suspects[:MOST_JOINED]
-            traced = replace(follow(self.run, plan), traces=True, window=window)
-            new = next((it for it in self._next(traced) if it not in plan), None)
-            changed = new and follow(self.run, [*plan, new])
-            if not changed:
+    def _join(self, finding: Finding) -> Sequence[Fix]:
+        """Makes the first fix of what breaks next as well; returns all of them if the script trains then."""
+        first = next(it for it in finding.remedies if it in self.tried)
+        outcome, parts = self.tried[first], ((finding.where, first),)
+        while outcome.rank == Rank.BREAKS and outcome.seen is not None and len(parts) < MOST_JOINED:
+            if not self.can_afford():
                 return ()
-            plan.append(new)
-            outcome = self._try(changed)
-        if outcome.rank == BREAKS:
+            window = outcome.seen.suspects[:MOST_JOINED]
+            run = Both(parts).change(self.run)
+            traced = run and replace(run, traces=True, window=window)
+            new = next((it for it in self._next(traced) if it not in parts), None) if traced else None
+            changed = new and Both((*parts, new)).change(self.run)
+            if new is None or changed is None:
+                return ()
+            parts = (*parts, new)
+            outcome = self._come_of(changed)
+        if outcome.rank == Rank.BREAKS:
             return ()
-        text = joined(plan)
-        self.tried[text] = outcome
-        return (text,)
+        fix = join(parts)
+        self.tried[fix] = outcome
+        return (fix,)
 
-    def _next(self, run: Run) -> Sequence[Advice]:
-        """Returns the first advice for each thing that breaks in a run, at the lines of the files on disk."""
+    def _next(self, run: Run) -> Parts:
+        """Returns the first fix for each thing that breaks in a run."""
         try:
-            found = self.explain(self.start("tried", run))
+            found = self.explain(self.start("tried", run), run)
         except AmpError:
             return ()
-        return [(unedited(run, it.where), it.remedies[0]) for it in found]
+        return tuple((it.where, it.remedies[0]) for it in found)
 
-    def _try(self, run: Run) -> Outcome:
-        """Runs a script and says what came of it; where a tenth of the rate is not enough, at a hundredth."""
-        outcome = self._come_of(run)
-        if run.rate == 1.0:
-            return outcome
-        lower = Outcome() if outcome.rank == TRAINS else self._come_of(replace(run, rate=run.rate * TENTH))
-        part, best = ("hundredth", lower) if lower.rank == TRAINS else ("tenth", outcome)
-        return replace(best, said=f"at a {part} of the rate {best.said}")
+    def _try(self, fix: Fix) -> Outcome:
+        """Runs a script with a fix and says what came of it; where it is not enough, with the next one."""
+        came = self._come_of(fix.change(self.run))
+        found, now = came.after(fix), fix
+        while found.rank != Rank.TRAINS and self.can_afford() and (now := now.next()) is not None:
+            came = self._come_of(now.change(self.run))
+            if came.rank == Rank.TRAINS:
+                found = came.after(now)
+        return found
 
     def _come_of(self, run: Run) -> Outcome:
         """Runs a script and says what came of it."""
         try:
             return self._judge(self.start("tried", replace(run, most=self.wanted)))
         except AmpError:  # it left no report
-            return Outcome(BREAKS, "it ends without a report")
+            return Outcome(Tried(Rank.BREAKS, "it ends without a report"))
 
     @property
     def wanted(self) -> int:
-        """The attempts that a run must make: as many as the script does, but no more than show the fault."""
-        first = min(self.seen.suspects, default=0)
-        return min(max(len(self.seen.attempts), len(self.again.attempts)), max(ENOUGH, 2 * first))
+        """The attempts that a run must make: as many as the script does, but no more than pass the fault."""
+        return min(max(len(self.seen.attempts), len(self.again.attempts)), self.fault + ENOUGH)
 
     def fall_of(self, seen: Seen) -> float:
         """Returns by how much the loss of a run falls, in as many steps as are tried."""
@@ -130,26 +146,50 @@ class Trial:
         """Says whether a run trains."""
         attempts = seen.attempts[: self.wanted]
         if len(attempts) < self.wanted:
-            return Outcome(BREAKS, f"it ends after {len(attempts)} steps", seen)
-        if (first := find_break(attempts)) is not None:
-            return Outcome(BREAKS, f"it breaks again, at step {attempts[first].step}", seen)
+            return Outcome(Tried(Rank.BREAKS, f"it ends after {len(attempts)} steps"), seen)
+        if (first := find_break(attempts, self.seen.attempts[: self.fault])) is not None:
+            return Outcome(Tried(Rank.BREAKS, f"it breaks again, at step {attempts[first].step}"), seen)
         fall, best = self.fall_of(seen), self.fall_of(self.again)
-        there = "" if math.isnan(best) else f", in float32 by {best:.0%}"
+        there = "" if math.isnan(best) else f", in float32 it {said_of_fall(best)}"
         need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)
+        loss = f"loss {said_of_fall(fall)}{there}"
         if fall >= need:
             so_far = f" for {self.wanted} steps" if self.wanted < len(self.seen.attempts) else ""
-            how = f"by {fall:.0%}" if fall <= 1 else "below 0"
-            return Outcome(TRAINS, f"the script trains{so_far}, its loss falls {how}", seen)
-        return Outcome(UNTRIED, f"all stays finite, but the loss falls by {fall:.0%}{there}", seen)
+            return Outcome(Tried(Rank.TRAINS, f"the script trains{so_far}, its {loss}"), seen)
+        return Outcome(Tried(Rank.UNTRIED, f"all stays finite, but the {loss}"), seen)
 
 
-def find_break(attempts: Sequence[Attempt]) -> int | None:
-    """Returns the first attempt that broke, but for the search of a loss scale before the last quarter."""
-    search, late = find_untried(attempts), len(attempts) - len(attempts) // 4
+def said_of_fall(fall: float) -> str:
+    """Says by how much a loss falls.
+
+    >>> said_of_fall(0.88), said_of_fall(-0.001), said_of_fall(-0.5), said_of_fall(1.2)
+    ('falls by 88%', 'does not fall', 'rises by 50%', 'falls below 0')
+    """
+    if abs(fall) < 0.005:
+        return "does not fall"
+    return "falls below 0" if fall > 1 else f"{'falls' if fall > 0 else 'rises'} by {abs(fall):.0%}"
+
+
+def find_break(attempts: Sequence[Attempt], before: Sequence[Attempt]) -> int | None:
+    """Returns the first attempt that broke, but for the search of a loss scale.
+
+    At the fault nothing may break. In the last quarter a scale that was good may be too large as often as in
+    the script as it is, `before` its fault.
+    """
+    search, fault, late = find_untried(attempts), len(before), len(attempts) - len(attempts) // 4
     broken = [index for index, it in enumerate(attempts) if not it.is_finite]
     for index in broken:
         it = attempts[index]
-        is_search = it.is_dynamic and it.weights and (index in search or (it.loss and index < late))
-        if not is_search:
+        is_search = it.is_dynamic and it.weights and index in search
+        if not is_search and (not is_skip(it) or index == fault > 0):
             return index
+    usual = [it for index, it in enumerate(before) if is_skip(it) and index not in find_untried(before)]
+    again = [index for index in broken if index >= late and index not in search]
+    if len(again) > len(usual):
+        return again[0]
     return broken[0] if broken and is_collapse(attempts) else None
+
+
+def is_skip(attempt: Attempt) -> bool:
+    """Says whether a step was skipped, and nothing but a scale was too large."""
+    return not attempt.is_finite and attempt.is_dynamic and attempt.loss and attempt.weights

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ampatch.levels.stack import Line, warn
+from ampatch.levels.stack import Line, find_line, warn
+from ampatch.watching.observers import observers
 
 
 class Warner:
@@ -23,4 +24,7 @@ class Warner:
         """Warns of a kind of misuse; `line` is the one to change, by default the one that runs."""
         if kind not in self._said:
             self._said.add(kind)
-            warn(text, line, kind)
+            line = line or find_line()
+            for observer in observers():
+                observer.on_misuse(kind, line)
+            warn(text, line)

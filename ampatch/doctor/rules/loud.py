@@ -1,23 +1,21 @@
-"""What breaks a number: one table of causes, with the reason in words and what to do."""
+"""What breaks a number, with the reason in words and what to do."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
-from ampatch.doctor import remedies as do
-from ampatch.doctor.cause import (
+from ampatch.doctor.instruments import operations as ops
+from ampatch.doctor.rules import remedies as do
+from ampatch.doctor.rules.rule import (
     BACKWARD,
     FORWARD,
-    Cause,
+    Rule,
     becomes,
     breaks_float32,
     has,
     is_of_weight,
     is_steep,
 )
-from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments import operations as ops
 
 PRECISION, SMALLER = do.PRECISION, do.SMALLER
 TOO_LARGE = "constant too large for half"
@@ -28,7 +26,7 @@ HAS_NO_ROW = "{made} A row whose entries are all -inf has no softmax."
 BAD_DATA = "{sample_of}the batch holds {kind} before the model sees it."
 STEEP = "{made} A negative number has no root, and at 0 its derivative is infinite."
 UNFIT = "{op} raises an error: {constant} does not fit into {dtype}; {limit_number:g} does."
-GIVEN = "{made} It takes a number that is {given} itself, as a rate that a schedule made."
+GIVEN = "{made} It was passed {given}, for example a learning rate computed by a schedule."
 NO_EPS = "{made} The optimizer's eps is 0: it divides 0 by 0, where a weight has had no gradient."
 NO_SCALE = "{made} The loss scale is 0, and no gradient can be divided by it."
 NOT_HIDDEN = "{made} It takes an infinity, as that of a mask: nothing hides it here."
@@ -37,178 +35,185 @@ MASKED_CLASS = (
 )
 ANGLE = "{made} At (0, 0) an angle has no derivative{tiny}, squared."
 OWN = "{made} It is computed by a backward of the script's own, and float32 breaks as well."
+INF, NAN = ("inf",), ("nan",)
 UNSEEN = ("",)  # numbers that no operation was seen to make
 FRACTIONS = (*ops.QUOTIENTS, *ops.LOGARITHMS, *ops.ROOTS, *ops.NORMS, *ops.NORMALIZERS, "pow")
 
-CAUSES = (  # the first that explains a finding is its cause
-    Cause(
+RULES = (  # the first that explains a finding is its cause
+    Rule(
         "weight bad at first",
         "{made_weight} before the first step.",
         (do.SET_WEIGHT,),
         (("input",), is_of_weight, lambda it: "constant" not in it.facts),
     ),
-    Cause("data", BAD_DATA, (do.take_zeros, do.MEND_DATA), (("input",),), UNSEEN),
-    Cause(
+    Rule(
+        "cast of the input",
+        "{made}{limit} The script itself casts its input to half there.",
+        (do.take_bfloat16, do.CAST_SMALLER, do.leave_own_half),
+        (("input",),),
+        ops.CASTS,
+        INF,
+    ),
+    Rule("data", BAD_DATA, (do.take_zeros, do.MEND_DATA), (("input",),), UNSEEN),
+    Rule(
         "eps of an optimizer in half",
         "{made} The optimizer's eps, {constant}, is 0 in {dtype}: it divides by 0.",
         (do.step_masters, "give the optimizer eps=1e-4, which {dtype} holds"),
         (("optimizer",), becomes("0")),
     ),
-    Cause(
+    Rule(
         "weight lost in the step before",
         "the weight {parameter} held {kind} before the step began.",
         (*SMALLER, do.SLOWER, *PRECISION),
         (("optimizer",),),
         UNSEEN,
     ),
-    Cause("number that is none", GIVEN, (do.MEND_SCHEDULE,), (has("given"),)),
-    Cause("eps of an optimizer that is 0", NO_EPS, (do.GIVE_EPS,), (), ops.ADDCDIV, "nan"),
-    Cause("loss scale of 0", NO_SCALE, (do.RENEW_SCALE,), (("optimizer",),), ("reciprocal",)),
-    Cause(
+    Rule("number that is none", GIVEN, (do.MEND_SCHEDULE,), (has("given"),)),
+    Rule("eps of an optimizer that is 0", NO_EPS, (do.GIVE_EPS,), (), ops.ADDCDIV, NAN),
+    Rule("loss scale of 0", NO_SCALE, (do.RENEW_SCALE,), (("optimizer",),), ("reciprocal",)),
+    Rule(
         "update too large",
         "{made}{limit} That is of the update of {parameter}.",
         (do.SLOWER, "clip gradients before the step"),
         (("optimizer",), is_of_weight, lambda it: not it.facts.get("zero")),
     ),
-    Cause(
+    Rule(
         "weight too large for half",
         "{made}{limit} It is the weight {parameter} that is cast: it has grown to {largest}.",
-        ("lower the learning rate and the weight decay, or clip gradients: the weight grows", *PRECISION),
+        (do.GROWN, *PRECISION),
         (is_of_weight,),
         ops.CASTING,
     ),
-    Cause(
+    Rule(
         "loss not seen",
         "the loss is {kind}; the operation that made it was not seen.",
         (*SMALLER, *PRECISION),
         (),
         UNSEEN,
     ),
-    Cause(
+    Rule(
         "static loss scale",
         "{made}{limit} The loss scale stays at {scale}, which is too large.",
-        ('loss_scale="dynamic" in the place of {scale}: it falls until gradients fit', *PRECISION),
+        (do.make_dynamic, *PRECISION),
         (has("static"),),
     ),
-    Cause(
+    Rule(
         "types that differ",
         "{op} raises an error, in half alone: {error}",
         (do.cast_alike, *PRECISION),
         (lambda it: bool(re.search("dtype|scalar type", str(it.facts.get("error")))),),
     ),
-    Cause("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),
-    Cause(
+    Rule("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),
+    Rule(
         "limit that does not fit",
         UNFIT,
         (*PRECISION, do.write),
         (has("raised"), lambda it: it.op.startswith("clamp")),
     ),
-    Cause("constant that does not fit", UNFIT, (do.write, do.OR_FINFO), (has("raised"),)),
-    Cause(
+    Rule("constant that does not fit", UNFIT, (do.write, do.OR_FINFO), (has("raised"),)),
+    Rule(
         "all targets ignored",
         "{made} All targets of this batch are ignored, or weigh 0: it is a mean of nothing, 0 / 0.",
         (do.COUNT_TARGETS, "or skip a batch whose targets are all ignored"),
         (has("nothing", "ignored"),),
     ),
-    Cause(
+    Rule(
         "mean of nothing",
         "{made} It took an empty tensor: a mean of nothing is 0 / 0.",
         (do.count_elements, "or skip a batch in which nothing is selected"),
         (has("nothing", "empty"),),
     ),
-    Cause(
+    Rule(
         "count of 0",
         "{made} It divides by a count of 0.",
         (do.CLAMP_COUNT, "or skip what there is nothing of"),
         (has("nothing", "count"), lambda it: it.phase != "optimizer"),
     ),
-    Cause(
+    Rule(
         "mask in the backward",
         "{made} It took an infinity, as of a mask: its derivative there is 0 * inf.",
         (do.write, "mask after this line, not before it", do.OR_MASK),
         (has("masked"),),
     ),
-    Cause("masked class in a loss", MASKED_CLASS, (do.OPEN_CLASSES,), (FORWARD, has("mask")), ops.LOSSES),
-    Cause("mask in a sum", NOT_HIDDEN, (do.LEAVE_OUT, do.write), (FORWARD, has("mask")), ("mean", "sum")),
-    Cause(
+    Rule("masked class in a loss", MASKED_CLASS, (do.OPEN_CLASSES,), (FORWARD, has("mask")), ops.LOSSES),
+    Rule("mask in a sum", NOT_HIDDEN, (do.LEAVE_OUT, do.write), (FORWARD, has("mask")), ("mean", "sum")),
+    Rule(
         "mask by a product",
         "{made} It multiplies an infinity by 0, as where a mask hides nothing.",
         (do.write, do.FILL),
         (FORWARD,),
         ("mul", "mul_"),
-        "nan",
+        NAN,
     ),
-    Cause(
+    Rule(
         "two masks added",
         "{made} It adds to {constant}, the lowest number of {dtype}{turns}.",
         (do.write, do.OR_ONE),
         (has("mask"),),
     ),
-    Cause(
+    Rule(
         TOO_LARGE,
         "{made} {constant} is {becomes} in {dtype}{turns}.",
         (do.write, do.OR_FINFO, *PRECISION),
         (becomes("-inf"),),
-        kind="inf",
+        kinds=INF,
     ),
-    Cause(
+    Rule(
         "cast by hand",
         "{made}{limit} The script itself casts to half, at {cast}.",
-        ("cast to float32 there, by .float(): the script breaks in half whatever the level", *SMALLER),
-        (has("cast"), lambda it: it.float32_survives is not True),
+        (do.cast_back, *SMALLER, do.take_bfloat16),
+        (has("cast"), lambda it: it.facts.get("constant", (0, "inf"))[1] not in ("0", "1")),
     ),
-    Cause(
+    Rule(
         TOO_LARGE,
         "{made} {constant} is {becomes} in {dtype}{turns}.",
         (*PRECISION, do.write),
         (becomes("inf"),),
-        kind="inf",
+        kinds=INF,
     ),
     # An infinity makes inf * inf in the backward with a larger eps as well; 0 / 0 does not.
-    Cause(
-        LOST, IS_LOST, (do.keep, do.paste, do.write, do.take_bfloat16), (becomes("0"),), ops.QUOTIENTS, "inf"
-    ),
-    Cause(LOST, IS_LOST, (do.take_logarithm, do.write, *PRECISION), (becomes("0"),), FRACTIONS),
-    Cause(
+    Rule(LOST, IS_LOST, (do.keep, do.paste, do.write, do.take_bfloat16), (becomes("0"),), ops.QUOTIENTS, INF),
+    Rule(LOST, IS_LOST, (do.take_logarithm, do.write, *PRECISION), (becomes("0"),), FRACTIONS),
+    Rule(
         "limit that half makes 1",
         IS_LOST,
         (do.keep, do.write, do.paste),
         (becomes("1"),),
         (*FRACTIONS, *ops.DOMAINS),
     ),
-    Cause(NOTHING, HAS_NO_ROW, (do.OR_ONE[3:], do.OR_MASK), (FORWARD, has("own", False)), ops.SOFTMAXES),
-    Cause(
+    Rule(NOTHING, HAS_NO_ROW, (do.OR_ONE[3:], do.OR_MASK), (FORWARD, has("own", False)), ops.SOFTMAXES),
+    Rule(
         NOTHING,
         HAS_NO_ROW,
         (do.write, do.OR_ONE),
         (FORWARD,),
         ops.SOFTMAXES,
     ),
-    Cause(
+    Rule(
         "transcript longer than its audio",
         "{made} A target that is longer than its input has no alignment, and the probability 0.",
         (do.leave_endless_out, do.OR_SHORTER),
         (),
         ("ctc_loss",),
     ),
-    Cause(
+    Rule(
         "spread of one number",
         "{made} A single number has no spread: it is 0 / 0.",
         (do.WIDEN, "or leave out a batch of one (drop_last=True)", *PRECISION),
         (FORWARD,),
         ops.SPREADS,
-        "nan",
+        NAN,
     ),
-    Cause("root at 0 or below", STEEP, (do.CLAMP_ROOT, *PRECISION), (is_steep,), ops.ROOTS),
-    Cause("root at 0 or below", STEEP, (do.ADD_EPS, *PRECISION), (BACKWARD,), (*ops.NORMS, *ops.SPREADS)),
-    Cause(
+    Rule("root at 0 or below", STEEP, (do.CLAMP_ROOT, *PRECISION), (is_steep,), ops.ROOTS),
+    Rule("root at 0 or below", STEEP, (do.ADD_EPS, *PRECISION), (BACKWARD,), (*ops.NORMS, *ops.SPREADS)),
+    Rule(
         "power at 0 or below",
         "{made} x ** p is no number below 0, and at 0 it is infinite for p < 0, its derivative for p < 1.",
         (do.CLAMP_BASE, do.leave_nothing_out, *PRECISION),
         (is_steep,),
         ("pow", "pow_"),
     ),
-    Cause(
+    Rule(
         "outside of its domain",
         "{made} It takes what lies outside of its domain, or whose derivative there is infinite: cosines "
         "round to 1 and more.",
@@ -216,44 +221,44 @@ CAUSES = (  # the first that explains a finding is its cause
         (),
         ops.DOMAINS,
     ),
-    Cause("angle of 0", ANGLE, (do.IN_FLOAT32, *PRECISION), (BACKWARD,), ("atan2",)),
-    Cause("backward of one's own", OWN, (do.look_within,), (BACKWARD, has("function", True), breaks_float32)),
-    Cause(
+    Rule("angle of 0", ANGLE, (do.IN_FLOAT32, *PRECISION), (BACKWARD,), ("atan2",)),
+    Rule("backward of one's own", OWN, (do.look_within,), (BACKWARD, has("function", True), breaks_float32)),
+    Rule(
         "determinant that is not above 0",
         "{made} A determinant below 0 has no logarithm.",
         (do.TAKE_SLOGDET,),
         (),
         ("logdet",),
     ),
-    Cause(
+    Rule(
         "loss on a sigmoid of half",
         "{made}{limit} It is 1 / (p - p * p): half rounds a sigmoid to 0 or 1.",
         (do.ON_LOGITS, *PRECISION),
         (BACKWARD,),
         ("binary_cross_entropy",),
     ),
-    Cause(
+    Rule(
         "logarithm of 0 or below",
         "{made} Only what is above 0 has a logarithm{tiny}.",
         (do.take_logarithm, do.CLAMP_LOG, *PRECISION),
         (),
         ops.LOGARITHMS,
     ),
-    Cause(
+    Rule(
         "direction of zeros",
         "{made} A weight of zeros has no direction, which it is divided into.",
         (do.BEGIN_ABOVE_0,),
         ops=("_weight_norm",),
     ),
-    Cause(
+    Rule(
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
-        (do.CLAMP_DIVISOR, do.leave_nothing_out, *PRECISION),
+        (do.keep, do.paste, do.CLAMP_DIVISOR, do.leave_nothing_out, do.take_bfloat16),
         (lambda it: it.facts.get("zero", True),),
         ops.QUOTIENTS,
     ),
-    Cause("data", "{made} " + BAD_DATA, (do.take_zeros, do.MEND_DATA), (("input",),)),
-    Cause(
+    Rule("data", "{made} " + BAD_DATA, (do.take_zeros, do.MEND_DATA), (("input",),)),
+    Rule(
         "exponential",
         "{made}{limit}",
         (
@@ -269,29 +274,17 @@ CAUSES = (  # the first that explains a finding is its cause
         (FORWARD,),
         ops.EXPONENTIALS,
     ),
-    Cause("cast", "{made}{limit}", (*SMALLER, do.CAST_SMALLER, *PRECISION), (), ops.CASTS),
-    Cause(
+    Rule("cast", "{made}{limit}", (*SMALLER, do.CAST_SMALLER, *PRECISION), (), ops.CASTS),
+    Rule(
         "accumulated gradients",
         "{made}{limit}",
         (do.DIVIDE_LOSS, do.lower_rate, *PRECISION),
         (),
         ("accumulate_grad",),
     ),
-    Cause(
+    Rule(
         "magnitude",
         "{made}{limit}",
         (do.take_logarithm, *SMALLER, do.keep, do.paste, do.divide_first, do.take_bfloat16),
     ),
 )
-
-
-def explain(finding: Finding) -> Finding:
-    """Returns the finding with its reason and remedies."""
-    cause = next(row for row in CAUSES if row.explains(finding))
-    words = do.words_for(finding)
-    is_of_size = "{limit}" in cause.why and do.SLOWER not in cause.remedies
-    first = do.slow_down(finding) if is_of_size else None
-    rows = [it for it in cause.remedies if not (first and it is do.lower_rate)]
-    found = [first, *(it.format(**words) if isinstance(it, str) else it(finding) for it in rows)]
-    remedies = tuple(it for it in found if it) or (do.LOOK,)
-    return replace(finding, cause=cause.name, why=cause.why.format(**words), remedies=remedies)

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ampatch.doctor.finding import Finding, words_for
+from ampatch.doctor.finding import Finding
+from ampatch.doctor.fixes import Bfloat16, Dynamic, Fix, Float32, Keep, Level, Paste, Rate, StartScale, Words
 from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
+from ampatch.doctor.rules.words import words_for
 from ampatch.doctor.text.logarithm import log_source
-from ampatch.doctor.text.mend import Mend, cast_source, constructed, mended, normalized_source
-from ampatch.doctor.text.source import PASTED, pasted
+from ampatch.doctor.text.mend import (
+    Mend,
+    cast_source,
+    constructed,
+    mended,
+    normalized_source,
+    retyped,
+    summed_source,
+    widened,
+)
+from ampatch.doctor.text.source import Change, lines_on_disk, place_of
 
-Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
+Remedy = str | Callable[[Finding], Fix | None]  # None where it does not fit
 DIVERGES = 200.0  # times what weights or outputs were at first
 LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
 CLAMP = ".clamp(min={eps})"
 DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps is 1e-12 or 1e-8
+RANGE = ", whose range is that of float32"
 
 
-def keep(finding: Finding) -> str | None:
+def pasted(title: str, change: Change | None, otherwise: str | None = None) -> Fix:
+    """Returns the fix that makes a change, or says it where there is no text to change."""
+    return Paste(title, (change,)) if change else Words(otherwise or title)
+
+
+def keep(finding: Finding) -> Fix | None:
     """Has modules run in float32; under torch.autocast by lines to paste after the model is made."""
     alike = finding.facts.get("alike") or [finding.module]
     kept = finding.keep if finding.phase == "forward" else ()
@@ -31,69 +48,91 @@ def keep(finding: Finding) -> str | None:
     if finding.op in EXPONENTIALS and finding.facts.get("own") and not finding.autocast:  # and its like
         names = list(dict.fromkeys(re.sub(r"([a-z_]\w*)\.\d+", r"\1.*", it) for it in names))
     model = finding.model or finding.facts.get("model")
-    if not (finding.float32_survives and names and model):
+    is_own = finding.facts.get("halved") and not finding.autocast  # which no level reaches
+    if is_own or not (finding.float32_survives and names and model):
         return None
-    if not finding.autocast:
-        is_one = len(names) == 1 and "*" not in names[0]
-        return f"keep_fp32={names}: {'this module runs' if is_one else 'these modules run'} in float32"
-    lines = (
-        f"in float32, by these lines after {model} is made:",
-        f"for name in {names}:",
-        f"    part = {model}.get_submodule(name)",
-        f"    part.forward = torch.amp.custom_fwd(part.forward, device_type={finding.autocast!r}, "
-        "cast_inputs=torch.float32)",
-    )
-    return PASTED.join(lines)
+    return Keep(tuple(names), model, finding.autocast)
 
 
-def paste(finding: Finding) -> str | None:
+def paste(finding: Finding) -> Fix | None:
     """Has the statement run in float32, or the function that it is in."""
-    if not (finding.float32_survives and finding.region):
-        return None
-    return pasted(finding.region)
+    return finding.region if finding.float32_survives else None
 
 
-def take_bfloat16(finding: Finding) -> str | None:
+def paste_or(text: str) -> Remedy:
+    """Has the statement run in float32; says so where it cannot be seen how."""
+    return lambda finding: paste(finding) or Words(text)
+
+
+def is_of_gradient(finding: Finding) -> bool:
+    """Asks for a gradient that was compared with that of float32."""
+    return "init_scale" in finding.facts
+
+
+def start_scale(finding: Finding) -> Fix:
+    """Has the loss scale start where no gradient overflows; a script that has none makes one."""
+    power = math.frexp(float(finding.facts["init_scale"]))[1] - 1
+    if finding.autocast and finding.facts["scale"] == 1.0:
+        return Words(
+            f"scale the loss, by a scaler = torch.amp.GradScaler({finding.autocast!r}, "
+            f"init_scale=2.0**{power}): scaler.scale(loss).backward(), scaler.step(optimizer), "
+            "scaler.update()"
+        )
+    return StartScale(power, finding.autocast)
+
+
+def take_bfloat16(finding: Finding) -> Fix | None:
     """Takes the half type that has float32's range."""
     if not finding.float32_survives or "bfloat16" in (finding.dtype, finding.facts.get("half")):
         return None
-    how = "opt_level O4 (bfloat16)"
-    if finding.autocast:
-        how = f"torch.autocast({finding.autocast!r}, dtype=torch.bfloat16)"
-    return f"{how}, whose range is that of float32"
+    if where := finding.facts.get("halved"):
+        text = ", whose range is that of float32"
+        return own_type(where, "bfloat16", text)
+    return Bfloat16(finding.autocast) if finding.autocast else Level("O4", f" (bfloat16){RANGE}")
 
 
-def leave_half(finding: Finding) -> str | None:
+def own_type(lines: Sequence[str], dtype: str, why: str) -> Fix | None:
+    """Writes another type where a script itself makes a model half: in all of the file of the first line."""
+    changes = retyped(lines[0], dtype)
+    at = " and ".join(shown(it.where) for it in changes)
+    title = f"write torch.{dtype} in the place of half, at {at}{why}"
+    return Paste(title, changes, False) if changes else None
+
+
+def leave_own_half(finding: Finding) -> Fix | None:
+    """Trains in float32 what the script itself makes half, whatever the level."""
+    lines = finding.facts.get("halved")
+    why = ": the script makes its model half itself, whatever the level"
+    return lines and own_type(lines, "float32", why)
+
+
+def leave_half(finding: Finding) -> Fix | None:
     """Computes in float32, where nothing else is enough."""
-    if not finding.float32_survives:
-        return None
-    how = "opt_level O0"
-    if finding.autocast:
-        how = f"torch.autocast({finding.autocast!r}, enabled=False) and GradScaler(enabled=False)"
-    return f"{how}: float32 throughout; nothing less that was tried was enough"
+    is_apt = finding.float32_survives
+    return Float32(finding.autocast, bool(finding.facts.get("has_scaler"))) if is_apt else None
 
 
-def lower_rate(finding: Finding) -> str | None:
+def lower_rate(finding: Finding) -> Fix | None:
     """Keeps weights from growing; before the first update they have not grown."""
     if finding.float32_survives or finding.step == 0:
         return None
-    return "lower the learning rate, warm it up, or clip gradients: weights that grow break float32 as well"
+    return Rate(", warm it up, or clip gradients: weights that grow break float32 as well")
 
 
-def slow_down(finding: Finding) -> str | None:
+def slow_down(finding: Finding) -> Fix | None:
     """Keeps weights from growing that have grown so much that float32 would break later."""
     if finding.facts.get("halved"):
-        return "take .half() from the model: the script makes it half itself, whatever the level"
+        return leave_own_half(finding)
     grown = finding.facts.get("grown", 1.0)
     if grown < DIVERGES:
         return None
-    return (
-        "lower the learning rate and the weight decay, warm up, or clip gradients: numbers have "
+    return Rate(
+        " and the weight decay, warm up, or clip gradients: numbers have "
         f"become {grown:.3g} times as large as at first{finding.facts.get('grew', '')}"
     )
 
 
-def begin_smaller(finding: Finding) -> str | None:
+def begin_smaller(finding: Finding) -> Fix | None:
     """Makes numbers smaller that are too large before the first update."""
     largest = finding.input_largest or 0.0
     if finding.float32_survives or finding.step != 0 or finding.kind != "inf" or largest < 1:
@@ -104,61 +143,78 @@ def begin_smaller(finding: Finding) -> str | None:
     )
     is_layer = finding.op in LAYERS and not finding.facts.get("own")
     dim = -1 if finding.op == "linear" else 1
-    lines = normalized_source(finding.where, finding.module, dim) if is_layer else ()
-    return PASTED.join((f"{said}:", *lines)) if lines else said
+    return pasted(said, normalized_source(finding.where, finding.module, dim) if is_layer else None)
 
 
-def bound_exponent(finding: Finding) -> str | None:
+def bound_exponent(finding: Finding) -> Fix | None:
     """Bounds an exponent that float32 cannot hold either."""
     return None if finding.float32_survives else BOUND(finding)
 
 
-def take_zeros(finding: Finding) -> str | None:
+def take_zeros(finding: Finding) -> Fix | None:
     """Takes 0 for what is missing, where a product with a mask would keep its NaN; not for one bad batch."""
-    where, lines = finding.facts.get("taken", (None, ()))
-    if finding.step or not lines:
+    change = finding.facts.get("taken")
+    if finding.step or not change:
         return None
-    return PASTED.join((f"take 0 for {finding.kind} where it is used, at {where}:", *lines))
+    return Paste(f"take 0 for {finding.kind} where it is used, at {change.where}", (change,))
 
 
-def step_masters(finding: Finding) -> str | None:
+def step_masters(finding: Finding) -> Fix | None:
     """Has a level keep float32 weights; a script that makes its model half itself has no level."""
-    return None if finding.facts.get("halved") else "step float32 masters: opt_level O2, or O5 (bfloat16)"
+    if finding.facts.get("halved"):
+        return None
+    return Level("O2", ", or O5 (bfloat16)", "step float32 masters: ")
 
 
-def divide_first(finding: Finding) -> str | None:
+def make_dynamic(finding: Finding) -> Fix:
+    """Has the loss scale find its size."""
+    return Dynamic(finding.facts["static"])
+
+
+def divide_first(finding: Finding) -> Fix | None:
     """Has a sum that the script writes itself stay small; a layer has nothing to divide."""
     if finding.kind != "inf" or finding.op not in SUMS or not finding.facts.get("own"):
         return None
-    return "divide before the sum (q / sqrt(d), x / n), not after it"
+    return Words("divide before the sum (q / sqrt(d), x / n), not after it")
 
 
-def write(finding: Finding) -> str | None:
+def write(finding: Finding) -> Fix | None:
     """Writes another number in the place of a constant, at the line that has it; or gives it to the call."""
     words = words_for(finding)
     constant, new, half = words["constant"], words["instead"], words["half"]
     if "constant" not in finding.facts:
         return None
-    lines, text = lines_with(finding.where, finding.facts["constant"][0])
+    value = finding.facts["constant"][0]
+    lines, text = lines_with(finding.where, value)
     if lines:
-        others = [lines_with(it, finding.facts["constant"][0])[0] for it in finding.facts.get("places", ())]
-        at = " and ".join(dict.fromkeys(map(shown, sum(others, lines))))
-        return f"write {new} in the place of {text or constant}, at {at}: {half} holds it"
-    if finding.op in DEFAULTS and (lines := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
-        return PASTED.join((f"give eps={new}, which {half} holds:", *lines))
-    how = "mask with" if math.isinf(finding.facts["constant"][0]) else "write"
-    return f"{how} {new} in the place of {constant}: {half} holds it"
+        others = [lines_with(it, value)[0] for it in finding.facts.get("places", ())]
+        places = list(dict.fromkeys(sum(others, lines)))
+        at = " and ".join(map(shown, places))
+        title = f"write {new} in the place of {text or constant}, at {at}: {half} holds it"
+        return Paste(title, tuple(written(it, str(text or constant), str(new)) for it in places), False)
+    if finding.op in DEFAULTS and (change := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
+        return Paste(f"give eps={new}, which {half} holds", (change,))
+    how = "mask with" if math.isinf(value) else "write"
+    return Words(f"{how} {new} in the place of {constant}: {half} holds it")
+
+
+def written(where: str, old: str, new: str) -> Change:
+    """Returns the line at "file:line" with one number for another, of the same sign."""
+    path, line = place_of(where)
+    text = lines_on_disk(path)[line - 1].strip()
+    sign = "-" if old.startswith("-") and new.startswith("-") else ""
+    return Change(path, line, line, (text.replace(old.removeprefix(sign), new.removeprefix(sign)),))
 
 
 def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
     """Writes the statement with what a `Mend` of these fields changes; says so where that is not seen."""
 
-    def remedy(finding: Finding) -> str:
+    def remedy(finding: Finding) -> Fix:
         """Writes it for a finding."""
         words = words_for(finding)
         op = "div" if finding.op in ("true_divide", "div_") else finding.op
         filled = {
-            name: text.replace("{eps}", str(words["eps"])).replace("{top}", str(words["top"]))
+            name: text.replace("{eps}", str(words.get("eps"))).replace("{top}", str(words.get("top")))
             for name, text in how.items()
         }
         if finding.facts.get("signed") and how.get("suffix") == CLAMP:
@@ -169,53 +225,74 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
             filled["suffix"] = f".clamp(min=1 + {words['eps']})"
         if finding.facts.get("zero") == "number":
             filled = {"around": f"max({{x}}, {1 if finding.facts.get('nothing') else words['eps']})"}
-        lines = mended(finding.where, op, Mend(**filled))
-        said = title.format(**words)
-        return PASTED.join((f"{said}:", *lines)) if lines else (otherwise or said).format(**words)
+        change = mended(finding.where, op, Mend(**filled))
+        return pasted(title.format(**words), change, otherwise and otherwise.format(**words))
 
     return remedy
 
 
-def cast_alike(finding: Finding) -> str | None:
+def cast_back(finding: Finding) -> Fix:
+    """Takes float32 where the script itself casts to half."""
+    title = "cast to float32 there, by .float(): the script breaks in half whatever the level"
+    return pasted(title, widened(finding.facts["cast"]))
+
+
+def cast_alike(finding: Finding) -> Fix | None:
     """Casts what is put into a tensor of another type."""
-    lines = cast_source(finding.where)
-    return PASTED.join(("cast what is put there to the type of what takes it:", *lines)) if lines else None
+    change = cast_source(finding.where)
+    return Paste("cast what is put there to the type of what takes it", (change,)) if change else None
 
 
-def look_within(finding: Finding) -> str:
+def look_within(finding: Finding) -> Fix:
     """Names the backward that the script writes itself."""
-    return (
+    return Words(
         f"look at {finding.op}.backward: where it divides, or takes a root or a logarithm, clamp what it "
         f"takes, as x.clamp(min=1e-3)"
     )
 
 
-def take_logarithm(finding: Finding) -> str | None:
+def take_logarithm(finding: Finding) -> Fix | None:
     """Takes the logarithm of a sigmoid or a softmax in one function, which has one where they are 0."""
-    lines = log_source(finding.where)
-    return PASTED.join(("take the logarithm and what it is of as one:", *lines)) if lines else None
+    change = log_source(finding.where)
+    return Paste("take the logarithm and what it is of as one", (change,)) if change else None
 
 
-def leave_nothing_out(finding: Finding) -> str | None:
+def leave_nothing_out(finding: Finding) -> Fix | None:
     """Makes a quotient, or a negative power, of nothing 0, as that of a node without edges."""
     is_apt = finding.facts.get("inverse") and not (finding.facts.get("signed") or finding.float32_survives)
     return TAKE_0(finding) if is_apt else None
 
 
-def leave_endless_out(finding: Finding) -> str | None:
+def leave_endless_out(finding: Finding) -> Fix:
     """Leaves targets out that no alignment fits, where the loss is called or made."""
     said, keyword = "give the loss zero_infinity=True", "zero_infinity=True"
-    if lines := mended(finding.where, "ctc_loss", Mend(keyword=f", {keyword}")):
-        return PASTED.join((f"{said}:", *lines))
-    where, lines = constructed(finding.where, "CTCLoss", keyword)
-    return PASTED.join((f"{said} where it is made, at {where}:", *lines)) if lines else said
+    if change := mended(finding.where, "ctc_loss", Mend(keyword=f", {keyword}")):
+        return Paste(said, (change,))
+    change = constructed(finding.where, "CTCLoss", keyword)
+    return pasted(f"{said} where it is made, at {change.where}" if change else said, change)
 
 
-def count_elements(finding: Finding) -> str | None:
+def count_elements(finding: Finding) -> Fix:
     """Divides a sum by how many there are, where a mean is one of nothing."""
     changed = {"name": "sum"} if finding.op == "mean" else {"keyword": ', reduction="sum"'}
     said = "sum, and divide by the count: x.sum() / max(x.numel(), 1)"
     return mend("sum, and divide by the count", said, tail=" / max({x}.numel(), 1)", **changed)(finding)
+
+
+def sum_in_float32(finding: Finding) -> Fix | None:
+    """Adds in float32, and casts the sum back."""
+    change = summed_source(finding.where, finding.op)
+    return Paste("sum in float32, and cast the sum", (change,)) if change else None
+
+
+def cast_in_functions(finding: Finding) -> Fix:
+    """Takes a level that casts inside of functions."""
+    return Level("O4" if finding.facts["dtype"] == "bfloat16" else "O1", ", which casts in functions alone")
+
+
+def cut_rate(text: str) -> Remedy:
+    """Lowers the learning rate, and says what else may be done, and why."""
+    return lambda _: Rate(text)
 
 
 COUNT_TARGETS = mend(
@@ -242,6 +319,7 @@ CLAMP_DIVISOR = mend(
 )
 WIDEN = mend("take correction=0: one number has a spread of 0", keyword=", correction=0")
 TAKE_SLOGDET = mend("torch.slogdet(w)[1]: the logarithm of its magnitude", name="slogdet", tail="[1]")
+IN_FLOAT32_TOO = mend("compute it in float32: {op}(x.float())", suffix=".float()")
 IN_FLOAT32 = mend("compute it in float32: torch.atan2(y.float(), x)", suffix=".float()")
 OPEN_CLASSES = (
     "leave the masked classes out of the logits and the targets, logits[:, open_classes], or take "
@@ -266,7 +344,8 @@ SET_WEIGHT = (
     "set it where the module is made (torch.empty leaves what was in memory), or mend the checkpoint "
     "that is loaded"
 )
-SLOWER = "lower the learning rate and the weight decay: the update is larger than the weight"
+SLOWER = cut_rate(" and the weight decay: the update is larger than the weight")
+GROWN = cut_rate(" and the weight decay, or clip gradients: the weight grows")
 BEGIN_ABOVE_0 = (
     "initialize that weight with small numbers, not with zeros (nn.init.normal_(weight, std=1e-3)), or leave "
     "weight_norm off that layer"

@@ -1,12 +1,12 @@
-"""A row of the table of causes, and what it can ask of a finding."""
+"""A rule of the table, and what it can ask of a finding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ampatch.doctor.finding import Finding
-from ampatch.doctor.remedies import Remedy
+from ampatch.doctor.finding import LOUD, Finding
+from ampatch.doctor.rules.remedies import Remedy
 
 Test = Callable[[Finding], bool] | tuple[str, ...]  # these are phases
 
@@ -41,10 +41,10 @@ BACKWARD = ("backward",)
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
-    """A row: the findings it explains, why their numbers broke, and what to do, the likeliest first.
+class Rule:
+    """Which findings it explains, why their numbers are wrong, and what to do, the likeliest first.
 
-    A finding must be of its operations and kind where these are given, and pass all of `tests`. `why` is
+    A finding must be of its kinds, of its operations where these are given, and pass all of `tests`. `why` is
     formatted with what `words_for` returns.
     """
 
@@ -53,11 +53,11 @@ class Cause:
     remedies: tuple[Remedy, ...]
     tests: tuple[Test, ...] = ()
     ops: tuple[str, ...] | None = None
-    kind: str | None = None
+    kinds: tuple[str, ...] = LOUD
 
     def explains(self, finding: Finding) -> bool:
-        """Says whether it is the cause of a finding, if no earlier row is."""
-        is_of = (self.ops is None or finding.op in self.ops) and self.kind in (None, finding.kind)
+        """Says whether it explains a finding, if no earlier rule does."""
+        is_of = finding.kind in self.kinds and (self.ops is None or finding.op in self.ops)
         return is_of and all(
             finding.phase in test if isinstance(test, tuple) else test(finding) for test in self.tests
         )

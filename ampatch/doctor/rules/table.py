@@ -1,0 +1,25 @@
+"""The table of rules: the first that explains a finding says why, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ampatch.doctor.finding import Finding
+from ampatch.doctor.fixes import Words
+from ampatch.doctor.rules import loud, silent
+from ampatch.doctor.rules import remedies as do
+from ampatch.doctor.rules.words import words_for
+
+RULES = (*silent.RULES, *loud.RULES)
+
+
+def explain(finding: Finding) -> Finding:
+    """Returns the finding with its reason and what to do."""
+    rule = next(it for it in RULES if it.explains(finding))
+    words = words_for(finding)
+    is_of_size = "{limit}" in rule.why and do.SLOWER not in rule.remedies
+    first = do.slow_down(finding) if is_of_size else None
+    rows = [it for it in rule.remedies if not (first and it is do.lower_rate)]
+    found = [first, *(Words(it.format(**words)) if isinstance(it, str) else it(finding) for it in rows)]
+    remedies = tuple(dict.fromkeys(it for it in found if it)) or (Words(do.LOOK),)
+    return replace(finding, cause=rule.name, why=rule.why.format(**words), remedies=remedies)

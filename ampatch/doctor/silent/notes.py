@@ -1,0 +1,118 @@
+"""Silent faults: all numbers stay finite, no step is skipped, and the training is wrong nevertheless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from ampatch.doctor.finding import Finding
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.dispatch import Site
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.rules.table import explain
+from ampatch.doctor.suspects import is_flat
+
+STUCK = 0.97  # of what is updated stays as it was: a fault in any case
+# Kinds, by what else tells of them.
+EXPLAINED = {
+    "scaled_not_backpropagated": "late_backward",
+    "not_unscaled": "never_stepped",
+    "coarse_angles": "collapsed",
+}
+# What the library warns of, by its names of misuse: the fault and the operation.
+WARNED = {
+    "clipping": ("clipped_while_scaled", "clip_grad"),
+    "inside": ("unscaled_backward", "backward"),
+    "outside": ("unscaled_backward", "backward"),
+    "late": ("late_backward", "backward"),
+    "GradScaler": ("two_scalers", "step"),
+    "halved": ("half_after_initialize", "half"),
+    "stranger": ("unknown_optimizer", "step"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What is a fault if what follows makes it one."""
+
+    kind: str
+    site: Site
+    numbers: dict[str, object] = field(default_factory=dict)
+    more: dict[str, object] = field(default_factory=dict)  # fields of the finding
+
+
+class Notes:
+    """What was found in one run: each fault once, with the attempts at which it was seen."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._found: dict[tuple[object, ...], tuple[Finding, list[int]]] = {}
+
+    def add(
+        self,
+        kind: str,
+        site: Site,
+        attempt: int | None = None,
+        more: Mapping[str, object] = MappingProxyType({}),
+        **facts: object,
+    ) -> None:
+        """Notes a fault, at the present attempt unless another is given; `more` are fields of the finding."""
+        attempt = self._clock.attempt if attempt is None else attempt
+        phase, where, op, place = site
+        model, module = (None, "") if place is None else (place.model, place.module)
+        fault = Finding(kind, attempt, phase, model, module, op, where, facts=facts, **more)
+        attempts = self._found.setdefault(fault.identity, (fault, []))[1]
+        if attempt not in attempts:
+            attempts.append(attempt)
+
+    def confirm(self, suspicion: Suspicion, **facts: object) -> None:
+        """Notes what is a fault by now."""
+        self.add(suspicion.kind, suspicion.site, None, suspicion.more, **suspicion.numbers, **facts)
+
+    def found(self) -> tuple[Finding, ...]:
+        """Returns the faults; their steps are attempts as yet."""
+        return tuple(replace(fault, steps=tuple(attempts)) for fault, attempts in self._found.values())
+
+
+def examine_silent(
+    found: Sequence[Finding],
+    attempts: Sequence[Attempt],
+    findings: Sequence[Finding],
+    is_raised: bool = False,
+    learns_less: Callable[[], bool] = lambda: False,
+) -> tuple[Finding, ...]:
+    """Returns the silent faults with their words, but for what has a finding, or ended the script.
+
+    Some are faults only where the loss does not fall, or `learns_less` says that it falls less than in
+    float32.
+    """
+    loud = {finding.where for finding in findings}
+    merged = merge_faults(found, attempts)
+    kinds = {fault.kind for fault in merged}
+    faults = [
+        fault
+        for fault in merged
+        if (fault.phase in ("backward", "optimizer") or fault.where not in loud)
+        and EXPLAINED.get(fault.kind) not in kinds
+        and not (is_raised and fault.kind == "unscaled_twice")
+    ]
+    is_fault = any(map(is_doubtful, faults)) and (is_flat(attempts) or learns_less())
+    return tuple(explain(fault) for fault in faults if is_fault or not is_doubtful(fault))
+
+
+def is_doubtful(fault: Finding) -> bool:
+    """Says whether it may do no harm: weights that stay for a while, probabilities that are sure."""
+    is_part = fault.kind == "lost_updates" and fault.facts["share"] <= STUCK
+    return is_part or fault.kind == "saturated"
+
+
+def merge_faults(found: Sequence[Finding], attempts: Sequence[Attempt]) -> list[Finding]:
+    """Returns what several runs found, the same once, at the steps of their attempts."""
+    merged: dict[tuple[object, ...], Finding] = {}
+    for one in found:
+        before = merged[one.identity].steps if one.identity in merged else ()
+        steps = (attempts[it].step if it < len(attempts) else it for it in one.steps)
+        all_steps = tuple(sorted({*before, *steps}))
+        merged[one.identity] = replace(one, step=min(all_steps, default=None), steps=all_steps)
+    return sorted(merged.values(), key=lambda it: -1 if it.step is None else it.step)
