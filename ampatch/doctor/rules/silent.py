@@ -189,8 +189,8 @@ RULES = (
     ),
     silent(
         "late_backward",
-        "backward() began at a scaled loss after its block of scale_loss had ended, and nothing of it counts for "
-        "the growth of the scale.",
+        "backward() began at a scaled loss after its block of scale_loss had ended, and nothing of it counts "
+        "for the growth of the scale.",
         "move backward() into the block: with amp.scale_loss(loss, optimizer) as scaled_loss: "
         "scaled_loss.backward()",
     ),
