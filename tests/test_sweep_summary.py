@@ -508,7 +508,8 @@ def test_rounds_under_the_same_conditions_are_compared_though_others_were_distur
     assert [it.speed for it in found.rows] == [1.0, pytest.approx(2.01), None, None]
     assert found.recommendation.row == "O4"
     assert (
-        "The speed of O5 is not known, under other conditions than O0: other" in found.recommendation.reason
+        "The speed of O5 is not known, as it ran under other conditions than O0: other"
+        in found.recommendation.reason
     )
     assert "torch.autocast" not in found.recommendation.reason
     # Another program on a processor that the run does not want, as the process itself says, is no obstacle.

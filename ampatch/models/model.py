@@ -101,7 +101,7 @@ class ModelCaster:
         return list({id(values): values for values in found}.values())
 
     def name_buffered(self) -> dict[int, str]:
-        """Names the modules of buffers alone that compute in float32, for each inside them, by its id."""
+        """Names the modules without parameters that compute in float32, for each inside them, by its id."""
         names = {part: name for model in self._models for name, part in model.named_modules()}
         buffered = set(select_buffered(self._models)) if self._as_given else set()
         owners = [one for one in self._kept if id(one) in self._as_given and one in buffered]

@@ -105,7 +105,7 @@ class Opening:
     amps: Sequence[AmpOptimizer]
     undo: ExitStack  # of what a session changes once, as functions of torch
     rounded: Mapping[Effect, Sequence[str]] = field(default_factory=dict)  # what half changes for the worse
-    buffered: Mapping[int, str] = field(default_factory=dict)  # names of modules of buffers alone, by id
+    buffered: Mapping[int, str] = field(default_factory=dict)  # names of modules without parameters, by id
 
 
 SessionListener = Listener[Opening, ScaledLoss, AmpOptimizer, PlainBackward]

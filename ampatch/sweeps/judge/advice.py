@@ -275,7 +275,7 @@ def about_disturbed(others: Sequence[Level]) -> str:
     """Names the rows as accurate as O0 whose speed is not known, since they ran under other conditions."""
     found = [row for row in others if is_timed(row) and row.disturbed]
     names = ", ".join(row.name for row in found)
-    said = f"The speed of {names} is not known, under other conditions than O0: "
+    said = f"The speed of {names} is not known, as it ran under other conditions than O0: "
     return f"{said}{found[0].disturbed}." if found else ""
 
 

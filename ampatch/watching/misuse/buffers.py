@@ -82,7 +82,7 @@ class _FirstForward:
 
 
 class OutputWatch(_FirstForward):
-    """Warns of modules of buffers alone whose results are rounded for half modules, by too much.
+    """Warns of modules without parameters whose results are rounded for half modules, by too much.
 
     Each is looked at once, which costs a host sync. What the model returns is not rounded.
     """
