@@ -487,8 +487,8 @@ def examine(fault: Fault, folder: Path) -> dict:
 
 
 def measure_float32(fault: Fault, folder: Path) -> bool:
-    """Runs a script without mixed precision, by itself, and says whether its weights stayed finite."""
-    script = fault.script
+    """Runs a script without mixed precision or casts of its own, and says whether its weights stayed finite."""
+    script = fault.script.replace(").half()", ")")
     for half in ("float16", "bfloat16"):
         script = script.replace(
             f'torch.autocast("cpu", torch.{half})', 'torch.autocast("cpu", enabled=False)'
