@@ -487,7 +487,7 @@ def examine(fault: Fault, folder: Path) -> dict:
 
 
 def measure_float32(fault: Fault, folder: Path) -> bool:
-    """Runs a script without mixed precision or casts of its own, and says whether its weights stayed finite."""
+    """Runs a script without mixed precision or casts of its own; says if its weights stayed finite."""
     script = fault.script.replace(").half()", ")")
     for half in ("float16", "bfloat16"):
         script = script.replace(
