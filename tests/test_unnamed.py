@@ -218,23 +218,6 @@ def test_a_plain_backward_in_the_block_adds_to_what_is_unscaled(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("scale", [8.0, 256.0])  # of the loss that names the first alone
-def test_what_a_block_adds_to_gradients_that_are_delayed_is_unscaled_by_its_own_scale(scale, level):
-    def run(delays):
-        pair = Pair(False, level, loss_scale=256.0, num_losses=2)
-        amp.set_loss_scale(scale, 1)
-        inputs = torch.linspace(-1, 1, 16).reshape(4, 4)
-        scaled_backward(pair.models[1](inputs).float().pow(2).mean(), pair.second, delay_unscale=delays)
-        scaled_backward(pair.loss(), pair.first, loss_id=1)
-        pair.step()
-        bits = pair.bits()
-        amp.uninitialize()
-        return bits
-
-    assert run(delays=True) == run(delays=False)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_block_in_the_closure_of_an_optimizer_that_it_does_not_name_is_unscaled(level):
     def run(names_both):
         pair = Pair(names_both, level, loss_scale=128.0)

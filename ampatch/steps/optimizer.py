@@ -106,8 +106,8 @@ class AmpOptimizer:
         return self.phase is Phase.UNSCALED
 
     def is_idle(self) -> bool:
-        """Whether no block of the optimizer is open, and no gradients wait for other ranks."""
-        return self.block is None and self.phase in (Phase.UNSCALED, Phase.DELAYED)
+        """Whether no block of the optimizer is open, and no scaled gradients wait for one."""
+        return self.block is None and self.phase is Phase.UNSCALED
 
     def begin_block(self, scale: Scale, block: OpenBlock) -> None:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
