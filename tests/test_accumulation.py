@@ -153,6 +153,32 @@ def test_a_backward_outside_a_block_adds_to_the_unscaled_gradients(level):
     assert snapshot(run.grad) == snapshot(BATCHES[0] + BATCHES[1] + BATCHES[2])
 
 
+@LEVELS
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_backward_outside_a_block_adds_to_what_was_delayed_as_well(level, is_cleared):
+    run = Beside(level, loss_scale=128.0)
+    run.run_block(BATCHES[0], delay_unscale=True)
+    if is_cleared:
+        run.optimizer.zero_grad()
+    run.model(BATCHES[1]).float().sum().backward()
+    expected = BATCHES[1] if is_cleared else BATCHES[0] + BATCHES[1]
+    assert snapshot(run.grad) == snapshot(expected)
+    run.run_block(BATCHES[2])
+    assert snapshot(run.grad) == snapshot(expected + BATCHES[2])
+
+
+@LEVELS
+def test_what_a_rank_kept_is_unscaled_once_if_masters_are_read_inside_the_block(level, one_rank):
+    run = Beside(level)
+    wrapped = torch.nn.parallel.DistributedDataParallel(run.model)
+    with wrapped.no_sync():
+        run_block(wrapped, run.optimizer, BATCHES[0])
+    with amp.scale_loss(wrapped(BATCHES[1]).float().sum(), run.optimizer) as scaled:
+        scaled.backward()
+        list(amp.master_params(run.optimizer))
+    run.step(BATCHES[0] + BATCHES[1])
+
+
 @shows("optimizers-master-params")
 @LEVELS
 def test_clipping_master_params_clips_unscaled_gradients(level):

@@ -299,6 +299,24 @@ def test_two_optimizers_that_share_a_parameter_both_step_one_gradient(level):
         assert_same_bits(amp.master_params(optimizers[0]), by_hand.masters)
 
 
+@LEVELS
+@pytest.mark.parametrize("names", [[0, 1], [0], [1]])
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_optimizers_that_share_a_parameter_step_what_was_delayed_unscaled(level, names, first):
+    model, optimizers, by_hand = open_shared(level)
+    (batch,) = make_batches(ADAM, 1)
+    with amp.scale_loss(
+        model(batch).square().mean(), [optimizers[index] for index in names], delay_unscale=True
+    ) as scaled:
+        scaled.backward()
+    by_hand.scale = SCALE
+    by_hand.backward(batch)
+    for index in (first, 1 - first):
+        optimizers[index].step()
+        by_hand.others[index].step()
+    assert_same_bits(amp.master_params(optimizers[0]), by_hand.masters)
+
+
 # The way back
 
 

@@ -218,6 +218,19 @@ def test_a_plain_backward_in_the_block_adds_to_what_is_unscaled(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_in_the_closure_of_an_optimizer_that_it_does_not_name_is_unscaled(level):
+    def run(names_both):
+        pair = Pair(names_both, level, loss_scale=128.0)
+        pair.second.step(lambda: scaled_backward(pair.loss(), pair.named))
+        pair.first.step()
+        bits = pair.bits()
+        amp.uninitialize()
+        return bits
+
+    assert run(names_both=False) == run(names_both=True)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_block_inside_names_what_the_block_around_it_does_not(level):
     def run(names_both):
         pair = Pair(names_both, level, loss_scale=128.0)

@@ -20,6 +20,7 @@ from ampatch.session.members import Members
 from ampatch.steps.block import LateLoss, ScaledLoss
 from ampatch.steps.events import Surroundings
 from ampatch.steps.masters.weight import Weight
+from ampatch.steps.phase import Phase
 from ampatch.steps.scaler import Scale
 
 MANY = 8  # blocks that have ended, of which a backward may still begin at what they yielded
@@ -153,6 +154,9 @@ class ScaledBackwards(SessionPatch):
             plain = PlainBackward(grad_tensors is None and _are_tensors(roots), self.list_open())
             for block in plain.blocks:
                 block.release()
+            for amp in self._members.optimizers(of_thread=get_ident()):
+                if amp.block is None and amp.phase is Phase.DELAYED:
+                    amp.settle()  # or gradients that are scaled and others would add up
             for tell in self._around.events.plain_backward_begins:
                 tell(plain)
             try:

@@ -216,7 +216,8 @@ class ScaledLoss(NotYetScaled):
 
     def _settle(self, *, agrees: bool = True) -> None:
         scale, scaler = self.scale, self.scaler
-        outcome, was_delayed, delays = None, False, self.delay_unscale and not scale.is_identity
+        outcome, was_delayed = None, False
+        delays = self.delay_unscale and not scale.is_identity and not self._share_params()
         found_inf = scaler.new_found_inf() if scaler.is_dynamic or not scale.is_identity else None
         for optimizer in self.optimizers:
             local = optimizer.local
@@ -240,6 +241,11 @@ class ScaledLoss(NotYetScaled):
             grads = list(map(CapturedGrads, self.optimizers))
             delayed, update = scale if delays else None, not self.delay_overflow_check
             self._capture.append(CapturedBlock(grads, outcome, scaler, delayed, update))
+
+    def _share_params(self) -> bool:
+        """Whether two of the optimizers step one parameter: one could step it scaled, or both unscale it."""
+        ids = [id(param) for one in (*self.optimizers, *self._others) for param in one.params()]
+        return len(set(ids)) < len(ids)
 
     def _finish(self, found_inf: Tensor, agrees: bool, knows_loss: bool) -> BackwardOutcome:
         """Has the scale follow, where the ranks can agree on an overflow."""

@@ -106,10 +106,8 @@ class AmpOptimizer:
         return self.phase is Phase.UNSCALED
 
     def is_idle(self) -> bool:
-        """Whether no block or step of the optimizer is open, and no scaled gradients wait for one."""
-        step = self._lock.step
-        is_free = self.block is None and self.phase is Phase.UNSCALED
-        return is_free and not (step is not None and is_running(step))
+        """Whether no block of the optimizer is open, and no scaled gradients wait for one."""
+        return self.block is None and self.phase is Phase.UNSCALED
 
     def begin_block(self, scale: Scale, block: OpenBlock) -> None:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
@@ -246,6 +244,8 @@ class AmpOptimizer:
         """Has both sides of masters agree, for who reads them; unscales what waits for ranks."""
         with self._lock as is_free:
             if is_free and self.phase is Phase.LOCAL:
+                if self.block is not None:
+                    return  # which unscales them at its end, as those of any block
                 scale, self._found_inf = self.scale, self._unscale_held()
                 self.phase, self.scale = Phase.READ, scale
             elif is_free:

@@ -12,7 +12,7 @@ class Phase(enum.Enum):
     | phase    | a block begins        | a block ends | one delays | a plain backward | a reader | a step  |
     |----------|-----------------------|--------------|------------|------------------|----------|---------|
     | UNSCALED | earlier ones go aside | UNSCALED     | DELAYED    | adds             | reads    | uses    |
-    | DELAYED  | UNSCALED, or adds     | UNSCALED     | DELAYED    | adds             | scaled   | UNSCALED|
+    | DELAYED  | UNSCALED, or adds     | UNSCALED     | DELAYED    | UNSCALED, adds   | scaled   | UNSCALED|
     | LOCAL    | UNSCALED, or adds     | UNSCALED     | LOCAL      | adds             | READ     | UNSCALED|
     | READ     | LOCAL                 |              |            | adds             | reads    | UNSCALED|
 
