@@ -171,7 +171,8 @@ class ByHand:
         scale, self.doubts[index] = self.doubts[index], None
         if scale is not None:
             grads = [param.grad for param in self.models[index] if param.grad is not None]
-            found_inf = not all(grad.isfinite().all() for grad in grads)
+            is_new = not self.overflowed[index]  # one that is known does not count again
+            found_inf = is_new and not all(grad.isfinite().all() for grad in grads)
             self.overflowed[index] |= found_inf and scale.is_dynamic
             scale.update(found_inf, counts=False)
         was_skipped, self.overflowed[index] = self.overflowed[index], False

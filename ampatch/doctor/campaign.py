@@ -90,22 +90,8 @@ class Campaign:
             self.silent += [replace(it, **more) for it in faults]
             self.unknown += [reason] if reason else []
         harmless = merge(attempts, [it for it in origins if not it.has_reached])
-        own = {"halved": seen.halved, "has_scaler": has_scaler(attempts)}
-        faults = [replace(it, facts=own | it.facts) for it in self.silent]
-
-        def learns_less() -> bool:
-            is_due = not (findings or self.ended)
-            return is_due and fall_of(self._alone().attempts) >= fall_of(attempts[:ENOUGH]) + LESS
-
-        silent = examine_silent(faults, attempts, findings, bool(self.ended), learns_less)
-        tryable = next((it for it in silent if can_try(it, self.run)), None)
-        is_due = tryable is not None if silent else is_flat(attempts)
-        if self.tries and attempts and is_due and not (findings or self.ended):
-            again = self._alone()
-            trial = Trial(self._start, lambda *_: (), self.run, seen, again, self.can_afford)
-            silent = tuple(trial.order(it) if it is tryable else it for it in silent)
-            half, autocast = str(growth["half"]), self.seen["traced"].autocast
-            findings = [] if silent else find_what_learns(trial, harmless, half, autocast)
+        silent, learnt = self._examine_silent(seen, findings, harmless, growth or {})
+        findings = findings or learnt
         is_kept = propose and findings and findings[0].float32_survives
         proposed = self._propose(findings[0].module, window) if is_kept else ()
         compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
@@ -119,6 +105,28 @@ class Campaign:
             untraced=self._say_what_was_not_traced(seen, origins, findings),
             keep_fp32_cost=self._cost(window) if proposed else None,
         )
+
+    def _examine_silent(
+        self, seen: Seen, findings: Sequence[Finding], harmless: Sequence[Finding], growth: dict[str, object]
+    ) -> tuple[tuple[Finding, ...], list[Finding]]:
+        """Returns the silent faults, or else what would have the script learn, if it does not."""
+        attempts = seen.attempts
+        own = {"halved": seen.halved, "has_scaler": has_scaler(attempts)}
+        faults = [replace(it, facts=own | it.facts) for it in self.silent]
+        is_whole = not (findings or self.ended)
+
+        def learns_less() -> bool:
+            return is_whole and fall_of(self._alone().attempts) >= fall_of(attempts[:ENOUGH]) + LESS
+
+        silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), learns_less))
+        tryable = next((it for it in silent if can_try(it, self.run)), None)
+        is_due = tryable is not None if silent else is_flat(attempts)
+        if not (self.tries and attempts and is_due and is_whole):
+            return silent, []
+        trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford)
+        silent = tuple(trial.order(it) if it is tryable else it for it in silent)
+        half, autocast = str(growth["half"]), self.seen["traced"].autocast
+        return silent, [] if silent else find_what_learns(trial, harmless, half, autocast)
 
     def _explain(
         self, findings: Sequence[Finding], seen: Seen, again: Seen, growth: dict[str, object]

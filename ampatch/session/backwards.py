@@ -154,8 +154,8 @@ class ScaledBackwards(SessionPatch):
             plain = PlainBackward(grad_tensors is None and _are_tensors(roots), self.list_open())
             for block in plain.blocks:
                 block.release()
-            for amp in self._members.optimizers(of_thread=get_ident()):
-                if amp.block is None and amp.phase is Phase.DELAYED:
+            for amp in () if plain.blocks else self._members.optimizers(of_thread=get_ident()):
+                if amp.phase is Phase.DELAYED:
                     amp.settle()  # or gradients that are scaled and others would add up
             for tell in self._around.events.plain_backward_begins:
                 tell(plain)

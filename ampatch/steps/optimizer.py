@@ -280,6 +280,8 @@ class AmpOptimizer:
         if scale.scaler.is_dynamic:
             found_inf = scale.scaler.new_found_inf()
             Scale(scale.scaler, 1.0).unscale_(find_grads(self.params()), found_inf)
+            if self.pending:  # an overflow that is known does not count again
+                found_inf.mul_(1 - BackwardOutcome.combine(self.pending).to(found_inf.device))
             self._finish(scale, found_inf)
 
     def _finish(self, scale: Scale, found_inf: Tensor) -> BackwardOutcome | None:

@@ -292,7 +292,12 @@ def cast_in_functions(finding: Finding) -> Fix:
 
 def cut_rate(text: str) -> Remedy:
     """Lowers the learning rate, and says what else may be done, and why."""
-    return lambda _: Rate(text)
+
+    def remedy(_: object) -> Rate:
+        """Says it of any finding."""
+        return Rate(text)
+
+    return remedy
 
 
 COUNT_TARGETS = mend(

@@ -52,7 +52,7 @@ class Trial:
     run: Run
     seen: Seen
     again: Seen
-    can_afford: Callable[[], bool] = lambda: True
+    can_afford: Callable[[], bool] = field(default_factory=lambda: lambda: True)
     fault: int = 0  # the attempt that broke, which each run has to pass
     tried: dict[Fix, Outcome] = field(default_factory=dict)
 

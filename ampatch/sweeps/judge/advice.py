@@ -128,6 +128,11 @@ def choose(
         unsure = any(row.verdict is Verdict.UNSURE for row in others)
         slower = ", and those of which one seed cannot tell are slower" if unsure else ""
         return stay(f"No other level has the accuracy of O0{slower}: {verdicts}.")
+    return stay(say_slow(o0, best, environment, rows))
+
+
+def say_slow(o0: Level, best: Level, environment: Environment, rows: Sequence[Level]) -> str:
+    """Says that no level is faster, and how fast the fastest is."""
     fastest = max((row.speed for row in rows if row.speed and row is not o0), default=1)
     first = "" if fastest * FASTER > 1 else f"{why_slow(environment, rows)} "
     but = (
@@ -135,7 +140,7 @@ def choose(
         if any(row.is_autocast and (row.speed or 0) > (best.speed or 0) for row in rows)
         else ""
     )
-    return stay(
+    return (
         f"{first}No level with the accuracy of O0 is faster by {ASCII.percent(FASTER - 1)} or more: the "
         f"fastest{but}, {best.name}, runs at {ASCII.ratio(divide(o0.step_ms, best.step_ms))} the speed of O0."
     )
