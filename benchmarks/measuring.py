@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import ampatch as amp
 from ampatch.sweeps.measure.recorder import Recorder
-from ampatch.sweeps.measure.steps import StepCounter
 from benchmarks.comparison import Comparison
 from benchmarks.contender import LEVELS, TRAIN, Kind, list_contenders, open_step
 from benchmarks.options import Options
@@ -41,10 +38,8 @@ def measure(options: Options) -> Iterator[Comparison]:
 @contextmanager
 def open_measured(kind: Kind, workload: Workload, setting: Setting) -> Iterator[Step]:
     """Yields a training step that a recorder watches, as in a sweep's child."""
-    with TemporaryDirectory() as folder:
-        recorder = Recorder(StepCounter(Path(folder, "steps")))
-        with amp.observe(recorder), open_step(kind, workload, TRAIN, setting) as step:
-            yield step
+    with amp.observe(Recorder()), open_step(kind, workload, TRAIN, setting) as step:
+        yield step
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def test_a_drawing_has_gaps_for_what_is_missing_and_stays_inside():
     points = Points(np.arange(5.0), np.array([1.0, math.nan, 3.0, 99.0, math.nan]))
     svg = draw("a", [(points, drawing.ROW, 1.5)], points.break_off, (1.0, 3.0), (0, 4))
     (line,) = re.findall(r'<path d="(M[^"]*)" stroke="var\(--row\)"', svg)
-    assert line == "M50.0 120.0h0M195.0 12.0h0L267.5 12.0"
+    assert line == "M60.0 120.0h0M200.0 12.0h0L270.0 12.0"
     assert "l6 6m0 -6l-6 6" in svg
     assert re.findall(r"#\w{6}\b|font-family|<style| id=", svg) == []
 
@@ -143,5 +143,5 @@ def test_a_drawing_has_gaps_for_what_is_missing_and_stays_inside():
 def test_a_wide_range_has_a_logarithmic_axis():
     points = Points(np.arange(3.0), np.array([0.01, 1.0, 100.0]))
     svg = draw("a", [(points, drawing.ROW, 1.5)], points.break_off, (0.01, 100.0), (0, 2))
-    assert "M50.0 120.0h0L195.0 66.0L340.0 12.0" in svg
+    assert "M60.0 120.0h0L200.0 66.0L340.0 12.0" in svg
     assert ">100</text>" in svg

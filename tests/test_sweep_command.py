@@ -179,7 +179,8 @@ def test_a_sweep_that_comes_to_nothing_leaves_no_folder(folder, runs):
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
-def test_resume_makes_the_runs_that_were_not_made(folder, runs, capsys):
+def test_resume_makes_the_runs_that_were_not_made(folder, runs, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ampatch", "sweep", "train.py"])
     runs.ways = {"O4": signal.SIGINT}
     assert sweep("train.py", "--levels", "O0,O4,O5") == 130
     assert " --resume --out ampatch-sweep" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ampatch.tools.numbers import TYPESET
 
 WIDTH, HEIGHT = 360, 160  # of a chart, in CSS pixels on a phone of 390
-LEFT, RIGHT, FOOT, HEAD = 50, 20, 34, 6  # margins, which hold the numbers
+LEFT, RIGHT, FOOT, HEAD = 60, 20, 34, 6  # margins, which hold the numbers
 WIDE = 10.0  # a range with a larger ratio gets a logarithmic axis
 TICKS = 4  # at the most
 INK, MUTED, GRID, O0, ROW, BAD = (f"var(--{name})" for name in ("ink", "muted", "grid", "o0", "row", "bad"))
