@@ -227,6 +227,8 @@ def test_what_has_no_kernel_for_complex_half_runs_in_complex64_with_its_gradient
     try:
         expected = run(torch.complex64)
     except RuntimeError as error:  # before any patch
+        if "MKL FFT error" not in str(error):
+            raise
         pytest.skip(f"torch {torch.__version__} fails by itself on this processor: {error}")
     open_session(opt_level="O1")
     result, grad = run(torch.complex32)

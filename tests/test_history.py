@@ -168,7 +168,7 @@ def test_a_step_of_another_thread_while_one_reads_what_became_known(run, monkeyp
 
     monkeypatch.setattr(BackwardOutcome, "is_known", step_elsewhere_at_the_first_look)
     run.step(1e-3)
-    assert looks
+    assert len(looks) > 1  # the other step was looked at, too
     assert [amp.history(loss_id).steps for loss_id in (0, 1)] == [1, 1]
 
 

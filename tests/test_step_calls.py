@@ -17,8 +17,8 @@ import ampatch as amp
 
 ROOT = os.path.dirname(amp.__file__) + os.sep
 MOST_CALLS = {"O0": 30, "O1": 80, "O2": 90, "O4": 45, "O5": 70}
-# Before torch 2.10 a half parameter holds no float32 gradient by itself: each is given one by a call.
-EXTRA = 0 if hasattr(torch.Tensor, "grad_dtype") else 80
+if not hasattr(torch.Tensor, "grad_dtype"):  # before torch 2.10 each half parameter is given its gradient
+    MOST_CALLS |= {"O2": 150, "O5": 120}
 
 
 def list_calls(level):
@@ -51,7 +51,7 @@ def list_calls(level):
 @pytest.mark.parametrize("level", MOST_CALLS)
 def test_a_step_makes_few_calls(level):
     calls = list_calls(level)
-    assert 0 < len(calls) <= MOST_CALLS[level] + EXTRA, [name for _, name in calls]
+    assert 0 < len(calls) <= MOST_CALLS[level], [name for _, name in calls]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ class KeptCast:
 
     def is_writable(self) -> bool:
         """Whether the cast may be written again: nobody holds it, and its parameter still has its shape."""
-        cast, parameter = self.cast, self.parameter  # all of it in one call: each weight is asked each step
+        cast, parameter = self.cast, self.parameter
+        # `count_holders` and `_is_in_place`, written out: each weight is asked at each step.
         found = count_users(cast.untyped_storage()._cdata), count_references(cast), count_holders(cast)
         return (
             (found == _OWN_HOLDERS or self._are_neighbours(found))
@@ -63,13 +64,8 @@ class KeptCast:
             and (self.device is None or find_stream(self.device) == self.stream)
         )
 
-    def is_held(self) -> bool:
-        """Whether a graph, or anybody else, holds the cast or its memory."""
-        found = self.count_holders()
-        return found != _OWN_HOLDERS and not self._are_neighbours(found)
-
     def _are_neighbours(self, found: tuple[int | None, int, int | None]) -> bool:
-        """Whether what holds the cast beside us are other casts in its block of memory."""
+        """Whether what holds the cast beside us are other casts in its block of memory: no graph does."""
         users, *others = found
         neighbours = getattr(self.cast, NEIGHBOURS, 0)
         return bool(neighbours) and users is not None and (users - neighbours, *others) == _OWN_HOLDERS

@@ -28,7 +28,7 @@ from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.phase import OpenBlock, Phase
 from ampatch.steps.ranks import Agreement
 from ampatch.steps.scaler import Scale
-from ampatch.steps.step import SkipStep, drop_after_overflow
+from ampatch.steps.step import SkipStep, drop_after_overflow, list_params
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,7 +73,7 @@ class AmpOptimizer:
 
     def params(self) -> list[Tensor]:
         """The parameters that the optimizer steps: masters where there are any."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
+        return list_params(self.optimizer)
 
     def own_params(self) -> list[Tensor]:
         """The parameters that are no masters, and so hold their gradients themselves."""
@@ -209,7 +209,7 @@ class AmpOptimizer:
 
         Most often nobody steps them: so the step looks for an overflow, in those that are there by then.
         """
-        if (self.local.coming or self.local.sharded) and self.local.are_coming():
+        if self.local.are_coming():
             self.delay(scale)
         elif self.unscale(scale, scale.scaler.new_found_inf(), done) or has_ranks():
             self._doubt = scale

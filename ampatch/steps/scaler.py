@@ -55,11 +55,6 @@ class Scale:
         found_inf = BackwardOutcome.combine(outcomes).to(grad.device)
         return torch.where(found_inf > 0, torch.zeros_like(scaled), scaled)
 
-    def rescale(self, tensor: Tensor, before: Scale) -> Tensor:
-        """Returns a gradient that is scaled by `before`, scaled by this scale; no host sync."""
-        ratio = self._value / before._value
-        return tensor * (ratio.to(tensor.device) if isinstance(ratio, Tensor) else ratio)
-
     def unscale_(self, grads: Iterable[Tensor], found_inf: Tensor) -> None:
         """Divides gradients by the scale, and sets `found_inf` to 1 where one is inf or NaN.
 

@@ -28,7 +28,8 @@ def drop_after_overflow(
         )
 
 
-def _list_params(optimizer: Optimizer) -> list[Tensor]:
+def list_params(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters in the groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -59,13 +60,13 @@ class SkipStep:
             stepped, state = self._stepped, optimizer.state
             new = [
                 param
-                for param in _list_params(optimizer)
+                for param in list_params(optimizer)
                 if id(param) not in stepped and param not in state and param.grad is not None
             ]
             if not new:
                 return self._put_found_inf(optimizer, BackwardOutcome.combine(outcomes))
         if BackwardOutcome.read_all(outcomes):
-            for param in _list_params(optimizer):
+            for param in list_params(optimizer):
                 if param.grad is not None:
                     self._hidden.append((param, param.grad))
                     param.grad = None

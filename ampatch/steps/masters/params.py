@@ -152,8 +152,7 @@ class MasterParams:
         """
         wrote_half = not self._was_checked and any(pair.is_edited() for pair in self.pairs)
         self._was_checked = True
-        with self.lock.mutex:
-            _round(self.pairs, *self._plain)
+        self.copy_to_model()
         if wrote_half:
             warn(
                 f"{type(optimizer).__name__}.step wrote into the half weights of the model, which its "

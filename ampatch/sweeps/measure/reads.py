@@ -31,9 +31,7 @@ class ReadWatch:
     def __init__(self, earlier: Sequence[Training], folders: Sequence[Path] = (Path(),)) -> None:
         self._earlier = earlier
         self._started = time.time_ns()
-        self._old: dict[
-            str, int
-        ] = {}  # files from before the sweep that were read, and when they were changed
+        self._old: dict[str, int] = {}  # files from before the sweep that were read: when they were changed
         self._read: dict[str, str] = {}  # files of earlier runs, with these
         self._accessed = (
             {path: it.st_atime_ns for path, it in self._trained_files(folders)} if earlier else {}

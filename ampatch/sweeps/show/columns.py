@@ -86,7 +86,6 @@ COLUMNS = (
     Column("skip-\nped", "Skipped", lambda it: it.skipped, Alphabet.count),
     Column("loss\nscale", "Loss scale", lambda it: it.loss_scale, Alphabet.scale),
 )
-VERDICT_WIDTH = 12
 
 
 def table_of(sweep: Sweep) -> list[tuple[str, Callable[[Level], str]]]:
