@@ -94,6 +94,12 @@ def check_torch(torch_as_it_was):
 
 
 @pytest.fixture(autouse=True)
+def main_as_it_was(monkeypatch):
+    """Puts back `__main__`, which a script that a test ran stays: a spawned process imports it once more."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
+@pytest.fixture(autouse=True)
 def no_session_left(torch_as_it_was, monkeypatch):
     """Closes what the test opened and forgets what it registered, so that none depends on another."""
     registered = dict(SESSION.torch_patch._registrations)
