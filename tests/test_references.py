@@ -150,7 +150,7 @@ def test_the_garbage_collector_is_not_asked_where_nobody_holds_a_wrapper(monkeyp
 
 
 def test_what_asks_for_holders_is_none_of_them():
-    """Python 3.13 hands its own arguments over, and each answer held the one before: the search never ended."""
+    """Python 3.13 returns its own arguments: each answer held the one before, and the search never ended."""
     thing = Plain(None)
     table = {thing: 1}
     References({id(thing): (thing, "new")}).add_keys()
