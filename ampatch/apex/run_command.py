@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import ampatch as amp
 from ampatch import OPT_LEVELS, AmpValueError, apex
-from ampatch.apex.legacy.finding import ROWS, find_cause
+from ampatch.apex.legacy import pattern_rows as rows
+from ampatch.apex.legacy.finding import find_cause
 from ampatch.apex.script import Script, find_script, level_overrides
 from ampatch.levels.overrides import find_level
 from ampatch.levels.stack import asked
@@ -122,7 +123,7 @@ def run_advised(script: Script) -> int:
         # What launchers passed; argparse has said that it does not know it, with this status.
         is_rank = any(each.startswith("--local-rank") for each in script.arguments)
         if exit.code == 2 and is_rank:
-            asked.warning("--local_rank, %s", NO_OPTION if script.legacy else ROWS["--local_rank"].advice)
+            asked.warning("--local_rank, %s", NO_OPTION if script.legacy else rows.RANK.advice)
         raise
 
 

@@ -23,7 +23,8 @@ from ampatch.apex.checking.uses import Use, is_of
 from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, ROOTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
-from ampatch.apex.legacy.finding import READS_RANK, ROWS, Finding, read
+from ampatch.apex.legacy import pattern_rows as rows
+from ampatch.apex.legacy.finding import READS_RANK, Finding, read
 from ampatch.apex.legacy.old import BREAKS
 
 # In Python's words for a syntax error.
@@ -51,7 +52,7 @@ class Report:
 
     def without_rank(self) -> Report:
         """Leaves out the option for the rank, where another file of the script reads LOCAL_RANK."""
-        left = (finding for finding in self.findings if finding.row is not ROWS["--local_rank"])
+        left = (finding for finding in self.findings if finding.row is not rows.RANK)
         return dataclasses.replace(self, findings=tuple(left))
 
     @property

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 
 from ampatch.apex.changes import Changes, is_library, script_frame
-from ampatch.apex.legacy.finding import READS_RANK, ROWS
+from ampatch.apex.legacy import pattern_rows as rows
+from ampatch.apex.legacy.finding import READS_RANK
 from ampatch.apex.legacy.mending.names import Notices
 from ampatch.apex.legacy.patterns import find_rank
 
@@ -52,7 +53,7 @@ def parse_rank(
     frame = script_frame()
     text = "".join(linecache.getlines(frame.f_code.co_filename)) if frame and given else ""
     if any(hasattr(found, action.dest) for action in given) and not READS_RANK.search(text):
-        notices.tell(ROWS["--local_rank"])
+        notices.tell(rows.RANK)
     return found, Rest(rest)
 
 
@@ -101,4 +102,4 @@ def put_rank_first(notices: Notices, source: bytes, path: str) -> None:
         spelled = next(filter(None, map(find_rank, ast.walk(ast.parse(source)))), None)
         if spelled and said != [word := f"{spelled}={rank}"]:
             sys.argv[1 : 1 + len(said)] = [word]
-            notices.tell(ROWS["--local_rank"], os.path.relpath(path))
+            notices.tell(rows.RANK, os.path.relpath(path))
