@@ -21,11 +21,9 @@ class MasterLists:
     """Half parameters, their masters, and the others; lists of the three go parallel. A base class."""
 
     def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Yields half parameters with their masters."""
         raise NotImplementedError
 
     def _stepped(self) -> list[list[Tensor]]:
-        """Returns what the optimizer steps, by param group."""
         raise NotImplementedError
 
     def _pick(self, pick: Pick, by_group: bool) -> list[list[Tensor]]:

@@ -113,7 +113,6 @@ def start_mapped(start: Callable, /, thread: Thread) -> None:
 
 
 def run_mapped(run: Callable, /) -> None:
-    """Runs what a thread does, mapping devices."""
     with CpuMode():
         run()
 
@@ -156,7 +155,6 @@ def init_on_cpu(init: Callable, /, self: object, module: object, *args: object, 
 
 
 def to_pageable(name: str, value: object) -> object:
-    """Has a loader pin no memory."""
     return False if name == "pin_memory" else "" if name == "pin_memory_device" else value
 
 

@@ -92,7 +92,6 @@ class InitializeWatch(amp.Observer):
     was_called = False
 
     def on_initialize(self, policy: object) -> None:
-        """Hears of a call."""
         self.was_called = True
 
 

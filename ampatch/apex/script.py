@@ -215,7 +215,6 @@ def compile_source(source: bytes, name: str) -> CodeType:
 
 
 def start_of_spec(spec: ModuleSpec) -> Start:
-    """Compiles what a spec describes."""
     return Start(spec.loader.get_code(spec.name), spec.origin, spec.loader, spec)
 
 

@@ -19,7 +19,6 @@ CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.6", 90500, (2, 21, 5)
 
 
 def count_devices() -> int:
-    """Stands in for `torch.cuda.device_count`: a GPU for each process that a launcher started here."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
@@ -53,7 +52,6 @@ class Chosen:
         return before
 
     def number(self) -> int:
-        """Stands in for `torch.cuda.current_device`."""
         return self._number
 
 
@@ -64,7 +62,6 @@ class Event:
         self._seconds = 0.0
 
     def record(self, *_: object) -> None:
-        """Notes the time."""
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
@@ -77,7 +74,6 @@ class Event:
     synchronize = wait
 
     def query(self) -> bool:
-        """Whether all is done: it is."""
         return True
 
 
@@ -137,7 +133,6 @@ class Generator(GENERATOR, metaclass=AnyGenerator):
     """Stands in for `torch.Generator`: each is one of the CPU."""
 
     def __new__(cls, device: object = None) -> Generator:
-        """Makes a generator, whatever device it is for."""
         return super().__new__(cls)
 
 
@@ -152,19 +147,16 @@ def scatter(
     *_: object,
     **__: object,
 ) -> tuple[Tensor, ...]:
-    """Stands in for `torch.cuda.comm.scatter`."""
     return tensor.split(list(chunk_sizes), dim) if chunk_sizes else tensor.chunk(len(devices), dim)
 
 
 def add(tensors: Sequence[Tensor], *_: object, **__: object) -> Tensor:
-    """Stands in for `torch.cuda.comm.reduce_add`."""
     return torch.stack(tuple(tensors)).sum(0)
 
 
 def data_parallel(
     module: nn.Module, inputs: object, *_: object, module_kwargs: dict | None = None, **__: object
 ) -> object:
-    """Stands in for `torch.nn.parallel.data_parallel`."""
     return module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
 
 

@@ -81,7 +81,6 @@ class CastCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the casts that are kept."""
         return sum(kept.cast.nbytes for _, kept in self._list())
 
     def _list(self) -> list[tuple[int, KeptCast]]:
@@ -93,12 +92,10 @@ class CastCache:
         self.waiting.clear()
 
     def clear(self) -> None:
-        """Forgets every cast."""
         for entries in (*self._all, self._by_memory):
             entries.clear()
 
     def forget(self, parameter: Tensor) -> None:
-        """Forgets the cast of one parameter."""
         self._drop(id(parameter))
 
     def _drop(self, key: int) -> None:

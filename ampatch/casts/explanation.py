@@ -54,7 +54,6 @@ class Name:
     promotes: bool | None = None  # whether torch takes mixed types by itself; None: unknown
 
     def effects(self) -> tuple[Effect, ...]:
-        """What happens at each level."""
         return tuple(self._effect(policy) for policy in OPT_LEVELS.values())
 
     def _effect(self, policy: Policy) -> Effect:

@@ -76,7 +76,6 @@ class KeptCast:
         return count_users(cast.untyped_storage()._cdata), count_references(cast), count_holders(cast)
 
     def is_only_here(self) -> bool:
-        """Whether nobody else has the parameter any more."""
         return self.count_references() <= _OWN_REFERENCES[self.requires_grad]
 
     def count_references(self) -> int:

@@ -42,7 +42,6 @@ class Policy:
 
     @property
     def casts_model(self) -> bool:
-        """Whether the model's weights are cast to a half type."""
         return self.cast_model_type in HALF_TYPES
 
     @property

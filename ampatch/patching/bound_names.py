@@ -80,7 +80,6 @@ class BoundNames:
             References(held).exchange()
 
     def list_wrappers(self) -> list[tuple[Function, object]]:
-        """Returns the wrappers, each with its original."""
         return list(self._originals.items())
 
     def look_for_tables(self, kinds: set[type], original: object) -> None:

@@ -238,7 +238,6 @@ class _Check:
         self.compare(f"{what} after the session", call.after, unchanged)
 
     def compare(self, what: str, found: Outcome, expected: Outcome) -> None:
-        """Notes each difference."""
         self.faults += [f"{what}: {difference}" for difference in found.differences(expected)]
 
 

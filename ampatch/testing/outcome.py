@@ -36,7 +36,6 @@ class Outcome:
             yield from _compare(part, getattr(self, part), getattr(expected, part))
 
     def is_same(self, other: Outcome) -> bool:
-        """Whether nothing differs."""
         return not any(True for _ in self.differences(other))
 
 

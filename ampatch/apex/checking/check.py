@@ -57,7 +57,6 @@ class Report:
 
     @property
     def missing(self) -> tuple[UsedName, ...]:
-        """Those that are not provided."""
         return tuple(name for name in self.names if name.fault)
 
     @property
@@ -140,7 +139,6 @@ def follow(known: str, value: object, rest: tuple[str, ...]) -> tuple[str, objec
 
 
 def is_special(name: str) -> bool:
-    """Says whether a name is one that Python gives, such as `__doc__`."""
     return name.startswith("__") and name.endswith("__")
 
 

@@ -57,7 +57,6 @@ def imported(node: ast.Import | ast.ImportFrom, roots: frozenset[str]) -> Iterat
 
 
 def bases(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields what an attribute is taken of, and so on."""
     while isinstance(node, ast.Attribute):
         node = node.value
         yield node

@@ -67,7 +67,6 @@ class WatchingLoader(Loader):
         return getattr(self._real, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Makes the module as its own loader does."""
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -124,7 +123,6 @@ def lacks(module: ModuleType, name: str) -> bool:
 
 
 def fill_loaded(changes: Changes) -> None:
-    """Fills in what a real apex that is imported already lacks."""
     for name in PACKAGES:
         module = sys.modules.get(name)
         if module is not None and not module.__name__.startswith(OURS):

@@ -132,5 +132,4 @@ def guarded_lines(tree: ast.Module, row: Old | None) -> Iterator[int]:
 
 
 def is_fallback(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler is for what is not there."""
     return handler.type is None or bool(FALLBACK.search(ast.unparse(handler.type)))

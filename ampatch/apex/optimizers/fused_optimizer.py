@@ -166,7 +166,6 @@ class FusedOptimizer(Optimizer):
 
 
 def _mark(master: Tensor) -> tuple[int, int]:
-    """What a master had been through at a time: another mark shows that somebody wrote there since."""
     return master._version, master.data_ptr()
 
 

@@ -119,7 +119,6 @@ def symeig(input: Tensor, eigenvectors: bool = False, upper: bool = True) -> tor
 
 
 def _dims(signal_ndim: int, normalized: bool) -> dict[str, object]:
-    """Returns what today's transforms call these arguments."""
     return {"dim": tuple(range(-signal_ndim, 0)), "norm": "ortho" if normalized else "backward"}
 
 

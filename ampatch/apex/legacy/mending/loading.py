@@ -115,7 +115,6 @@ class Loads:
 
 
 def is_forced() -> bool:
-    """Whether the environment has torch load weights alone."""
     return os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
 
 

@@ -88,7 +88,6 @@ def fill_array(array: np.ndarray, state: tuple) -> None:
 
 
 def array_of_bytes(data: bytes, dtype: np.dtype, shape: tuple, order: str) -> np.ndarray:
-    """Makes an array as protocol 5 has it."""
     return np.frombuffer(data, dtype).reshape(shape, order=order)
 
 
@@ -114,7 +113,6 @@ def name_of(thing: object) -> str:
 
 
 def named(*things: object) -> dict[str, object]:
-    """Returns functions and classes by the names that pickles have for them."""
     return {f"{thing.__module__}.{thing.__qualname__}": thing for thing in things}
 
 
@@ -216,7 +214,6 @@ def special_method(kind: type) -> str | None:
 
 
 def is_network(module: str) -> bool:
-    """Whether a module is one of torch.nn, torch.optim or such."""
     return f"{module}.".startswith(NETWORKS)
 
 
