@@ -341,7 +341,10 @@ def test_what_a_package_of_another_environment_says_is_not_told_as_the_scripts(f
             "import torch, numpy; m = numpy.ones(3).astype('uint8')\nx.masked_select(torch.from_numpy(m))",
             MASK.name,
         ),
-        ("import torch\ntorch.masked_fill(x, make(3), 0)\ndef make(n): return torch.ones(n).byte()", MASK.name),
+        (
+            "import torch\ntorch.masked_fill(x, make(3), 0)\ndef make(n): return torch.ones(n).byte()",
+            MASK.name,
+        ),
         (
             "def forward(self, x): self.mask = x.byte()\ndef other(self, x): x.masked_fill_(self.mask, 0)",
             MASK.name,
