@@ -42,6 +42,7 @@ class Policy:
 
     @property
     def casts_model(self) -> bool:
+        """Whether the model's weights are cast to a half type."""
         return self.cast_model_type in HALF_TYPES
 
     @property
