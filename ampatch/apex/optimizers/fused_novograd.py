@@ -84,10 +84,8 @@ class FusedNovoGrad(GroupCountingOptimizer):
                 # Not a view of all.
                 state["exp_avg_sq"] = torch.zeros_like(norm) if self.init_zero else norm.clone()
             state["exp_avg_sq"] = state["exp_avg_sq"].to(norm.device, norm.dtype)
-        old, new = (
-            torch.stack([self.state[owner]["exp_avg_sq"] for owner in batch.owners]),
-            torch.stack(parts),
-        )
+        old = torch.stack([self.state[owner]["exp_avg_sq"] for owner in batch.owners])
+        new = torch.stack(parts)
         if self.norm_type == 2:
             return (beta2 * old.square() + (1 - beta2) * new.square()).sqrt()
         return beta2 * old + (1 - beta2) * new

@@ -51,8 +51,10 @@ class FusedSGD(FusedOptimizer):
 
     def _step_group(self, group: Group, params: Sequence[Tensor]) -> None:
         # Torch's kernels take parameters that have a momentum, or such that have none yet.
-        new = [param for param in params if self.state.get(param, {}).get("momentum_buffer") is None]
-        old = [param for param in params if param not in {*new}]
+        old, new = [], []
+        for param in params:
+            has_none = self.state.get(param, {}).get("momentum_buffer") is None
+            (new if has_none else old).append(param)
         if old:
             super()._step_group(group, old)
         found_inf = getattr(self, "found_inf", None)
