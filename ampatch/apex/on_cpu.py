@@ -99,11 +99,11 @@ class CpuMode(TorchFunctionMode):
         if func is torch.device:
             first = args[0] if args else (kwargs or {}).get("type")
             return func("cuda", first) if is_number(first) else func(*args, **(kwargs or {}))
-        given = {name: to_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        if is_number(given.get("device")):
-            given["device"] = CPU
+        named = {name: to_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if is_number(named.get("device")):
+            named["device"] = CPU
         moves = func.__name__ in MOVES
-        return func(*(CPU if moves and is_number(value) else to_cpu(value) for value in args), **given)
+        return func(*(CPU if moves and is_number(value) else to_cpu(value) for value in args), **named)
 
 
 def start_mapped(start: Callable, /, thread: Thread) -> None:

@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     overrides = read_overrides(arguments)
     apex.install(**overrides)
     script.validate()
-    given = [f"--{name.replace('_', '-')}" for name in OVERRIDING if getattr(arguments, name) is not None]
-    run = functools.partial(run_overridden if given else run_advised, script, *given)
+    options = [f"--{name.replace('_', '-')}" for name in OVERRIDING if getattr(arguments, name) is not None]
+    run = functools.partial(run_overridden if options else run_advised, script, *options)
     return run if "TORCHELASTIC_ERROR_FILE" not in os.environ else record_errors(run)
 
 

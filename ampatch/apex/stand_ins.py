@@ -115,8 +115,8 @@ class Device:
 class Context(nullcontext):
     """Stands in for `torch.cuda.stream`: a class, as torch uses it as a type."""
 
-    def __init__(self, given: object = None) -> None:
-        super().__init__(given)
+    def __init__(self, stream: object = None) -> None:
+        super().__init__(stream)
 
 
 class AnyGenerator(type(torch.Generator)):
@@ -165,7 +165,7 @@ def parallel_apply(
 ) -> list[object]:
     """Stands in for `torch.nn.parallel.parallel_apply`: one after the other."""
     rows = zip(modules, inputs, kwargs or [{}] * len(modules), strict=True)
-    return [data_parallel(module, given, module_kwargs=named) for module, given, named in rows]
+    return [data_parallel(module, input, module_kwargs=named) for module, input, named in rows]
 
 
 COMM = {

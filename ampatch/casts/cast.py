@@ -209,12 +209,12 @@ def cast_eligible(dtype: torch.dtype) -> Casts:
 
 def eligible_dtypes(values: object) -> set[torch.dtype]:
     """The types of the tensors in a tree that a cast may touch."""
-    found: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.dtype in ELIGIBLE and tensor.device.type in CASTS.device_types:
-            found.add(tensor.dtype)
+            dtypes.add(tensor.dtype)
         return tensor
 
     cast_tree(values, note)
-    return found
+    return dtypes

@@ -167,9 +167,9 @@ class Search:
 
     def _exchange(self, value: object, depth: int) -> object:
         """Returns what belongs in the place of `value`, after a look inside it."""
-        found = self._replacements.get(id(value))
-        if found is not None:
-            return found[1]
+        pair = self._replacements.get(id(value))
+        if pair is not None:
+            return pair[1]
         kind = type(value)
         if depth == 0 or kind in _DATA:
             return value

@@ -23,8 +23,8 @@ WHOLE = ("apex.amp",)
 def is_nvidias(spec: ModuleSpec) -> bool:
     """Says whether a package called apex has at least one part of NVIDIA's."""
     folders = [folder for folder in spec.submodule_search_locations or () if os.path.isdir(folder)]
-    found = {entry.partition(".")[0] for folder in folders for entry in os.listdir(folder)}
-    return bool(found & KNOWN_PARTS)
+    entries = {entry.partition(".")[0] for folder in folders for entry in os.listdir(folder)}
+    return bool(entries & KNOWN_PARTS)
 
 
 def is_installed(spec: ModuleSpec) -> bool:

@@ -32,14 +32,14 @@ KEYWORD = re.compile(rb"\basync(?=\s*=[^=])")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class OldLines:
     """A row of the table that a script meets, and the lines where."""
 
     row: Old
     lines: tuple[int, ...]
 
 
-def parse(source: bytes, name: str) -> tuple[ast.Module, tuple[Finding, ...]]:
+def parse(source: bytes, name: str) -> tuple[ast.Module, tuple[OldLines, ...]]:
     """Parses a script; one that says `async=` is read as today's Python would have it, and told of."""
     try:
         return ast.parse(source, name), ()
@@ -49,12 +49,12 @@ def parse(source: bytes, name: str) -> tuple[ast.Module, tuple[Finding, ...]]:
             raise
         tree = ast.parse(mended, name)
     lines = (source.count(b"\n", 0, match.start()) + 1 for match in KEYWORD.finditer(source))
-    return tree, (Finding(rows.ASYNC, tuple(dict.fromkeys(lines))),)
+    return tree, (OldLines(rows.ASYNC, tuple(dict.fromkeys(lines))),)
 
 
 def read(
     source: bytes, path: str, read_names: Callable[[ast.Module], Names]
-) -> tuple[list[Use], tuple[Finding, ...]]:
+) -> tuple[list[Use], tuple[OldLines, ...]]:
     """Returns the names that a script uses of apex and of other packages, and what in it is old."""
     tree, findings = parse(source, path)
     names = read_names(tree)
@@ -80,7 +80,7 @@ def find_cause(error: Exception) -> Old | None:
     return next((row for row in causes if row.is_mended), None)
 
 
-def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[Finding, ...]:
+def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[OldLines, ...]:
     """Lists what in a script breaks, warns or needs CUDA; what it asks about first is left out."""
     lines: dict[Old | None, list[int]] = defaultdict(list)
     for use in uses:
@@ -93,7 +93,7 @@ def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[Findi
         if isinstance(node, ast.Constant) and node.value == "LOCAL_RANK":  # which it reads as well, then
             lines.pop(rows.RANK, None)
     left = {row: tuple(sorted({*at}.difference(guarded_lines(tree, row)))) for row, at in lines.items()}
-    return tuple(Finding(row, left[row]) for row in ROWS if left.get(row))
+    return tuple(OldLines(row, left[row]) for row in ROWS if left.get(row))
 
 
 def row_of(name: str) -> Old | None:

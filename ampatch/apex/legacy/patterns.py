@@ -133,19 +133,19 @@ def find_rank(node: ast.AST) -> str:
             words = [str(getattr(each, "value", "")) for each in (left, *others)]
         case _:
             return ""
-    return next((found[1] for word in words if (found := RANK.match(word))), "")
+    return next((match_[1] for word in words if (match_ := RANK.match(word))), "")
 
 
 def calls(node: ast.Call, names: Names) -> Iterator[Old]:
     """Yields the rows that a call is an example of."""
-    given, found = {each.arg for each in node.keywords}, names.resolve(node.func)
+    given, functions = {each.arg for each in node.keywords}, names.resolve(node.func)
     for row, function, keyword in NEEDED:
-        if {*found} == {function} and keyword not in given:
+        if {*functions} == {function} and keyword not in given:
             yield row
-    if {*found} == {"yaml.load"} and len(node.args) == 1 and "Loader" not in given:
+    if {*functions} == {"yaml.load"} and len(node.args) == 1 and "Loader" not in given:
         yield rows.YAML
     for row, place, keyword in TAKEN:
-        if keyword in given and (not place or any((name or "").startswith(place) for name in found)):
+        if keyword in given and (not place or any((name or "").startswith(place) for name in functions)):
             yield row
     match node:
         case ast.Call(ast.Attribute(iterator, "next"), []):
@@ -154,28 +154,30 @@ def calls(node: ast.Call, names: Names) -> Iterator[Old]:
         case ast.Call(ast.Attribute(ast.Subscript(slice=ast.Slice(lower=None)), "view")):
             if ast.unparse(node).endswith(".view(-1)"):  # not contiguous since it was transposed
                 yield rows.VIEW
-        case ast.Call(keywords=words) if {*found} & {"torch.optim.Adam", "torch.optim.AdamW"}:
+        case ast.Call(keywords=words) if {*functions} & {"torch.optim.Adam", "torch.optim.AdamW"}:
             if any(ast.unparse(word).startswith("betas=(0,") for word in words):
                 yield rows.BETAS
-        case ast.Call(args=[sampled, _]) if {*found} == {"random.sample"}:
+        case ast.Call(args=[sampled, _]) if {*functions} == {"random.sample"}:
             if any(isinstance(v, ast.Set) or last_name(v) == "set" for v in names.values(sampled)):
                 yield rows.SAMPLE
-        case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(found):
+        case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(functions):
             yield METHODS[name]
     options = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
-    if last_name(node) == "add_argument" and any(RANK.match(f"--{str(it).lstrip('-')}") for it in options):
+    if last_name(node) == "add_argument" and any(
+        RANK.match(f"--{str(option).lstrip('-')}") for option in options
+    ):
         yield rows.RANK
-    if needs_cuda(node, found):
+    if needs_cuda(node, functions):
         yield rows.CUDA
-    yield from calls_by_type(node, names, found)
-    yield from calls_of_arrays(node, names, found)
+    yield from calls_by_type(node, names, functions)
+    yield from calls_of_arrays(node, names, functions)
 
 
-def calls_by_type(node: ast.Call, names: Names, found: Sequence[str | None]) -> Iterator[Old]:
+def calls_by_type(node: ast.Call, names: Names, functions: Sequence[str | None]) -> Iterator[Old]:
     """Yields the rows that a call is an example of for the type of a tensor in it."""
     name = last_name(node)
     if MASKED.fullmatch(name):
-        place = 1 if any((each or "").startswith("torch.") for each in found) else 0
+        place = 1 if any((each or "").startswith("torch.") for each in functions) else 0
         masks = [word.value for word in node.keywords if word.arg == "mask"]
         if any(is_perhaps_bytes(mask, names) for mask in (*node.args[place : place + 1], *masks)):
             yield rows.MASK
@@ -185,21 +187,21 @@ def calls_by_type(node: ast.Call, names: Names, found: Sequence[str | None]) -> 
             yield rows.CLAMP
 
 
-def calls_of_arrays(node: ast.Call, names: Names, found: Sequence[str | None]) -> Iterator[Old]:
+def calls_of_arrays(node: ast.Call, names: Names, functions: Sequence[str | None]) -> Iterator[Old]:
     """Yields the rows that a call of NumPy or librosa, or of an array, is an example of."""
-    if {*found} & {"numpy.array", "numpy.asarray"}:
+    if {*functions} & {"numpy.array", "numpy.asarray"}:
         if any(word.arg == "copy" and getattr(word.value, "value", None) is False for word in node.keywords):
             yield rows.COPY
         lists = getattr(node.args[0], "elts", ()) if len(node.args) == 1 else ()
         if len({len(getattr(each, "elts", ())) for each in lists}) > 1 and len(node.keywords) == 0:
             yield rows.RAGGED
-    for name in found:
+    for name in functions:
         package, _, last = (name or "").rpartition(".")
         is_short = len(node.args) <= POSITIONAL.get(last, len(node.args))
         if package.startswith("librosa") and not is_short and librosa_wants_names():
             yield rows.LIBROSA
     match node.func:
-        case ast.Attribute(of, name) if name in METHODS_OF and not any(found):
+        case ast.Attribute(of, name) if name in METHODS_OF and not any(functions):
             made = [each for each in (of, *names.values(of)) if isinstance(each, ast.expr)]
             if not any(NOT_ARRAY.search(ast.unparse(each)) for each in made):
                 yield METHODS_OF[name]
@@ -252,8 +254,8 @@ def is_early_step(node: ast.For, names: Names) -> bool:
     match [call for call in calls if last_name(call) in ("step", "train", "train_epoch")]:
         case [ast.Call(ast.Attribute(scheduler, "step")), _, *_]:
             made = [each for each in names.values(scheduler) if isinstance(each, ast.Call)]
-            found = [name for each in made for name in names.resolve(each.func)]
-            return any((name or "").startswith(SCHEDULERS) for name in found)
+            functions = [name for each in made for name in names.resolve(each.func)]
+            return any((name or "").startswith(SCHEDULERS) for name in functions)
     return False
 
 
@@ -264,12 +266,12 @@ def is_whole(limit: ast.expr) -> bool:
     return is_number or re.search(r"\.size\(|\.shape|\blen\(|\bint\(|\.long\(", text) is not None
 
 
-def needs_cuda(node: ast.Call, found: Iterable[str | None]) -> bool:
+def needs_cuda(node: ast.Call, functions: Iterable[str | None]) -> bool:
     """Whether a call needs a GPU: `.cuda()`, a device or backend by name, types and streams."""
-    given = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
+    values = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
     return (
-        any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in given)
+        any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in values)
         or (last_name(node) in ("int", "float") and ast.unparse(node).endswith("(torch.version.cuda)"))
-        or any(re.fullmatch(CUDA, name or "") for name in found)
+        or any(re.fullmatch(CUDA, name or "") for name in functions)
         or (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda")
     )

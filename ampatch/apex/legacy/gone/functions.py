@@ -36,14 +36,14 @@ newbyteorder = lambda array, new_order="S": array.view(array.dtype.newbyteorder(
 tostring = lambda array, order="C": array.tobytes(order)
 
 
-class Cast:
+class TypeCasts:
     """What `numpy.cast` was up to NumPy 1.26: functions that cast, by type."""
 
     def __getitem__(self, dtype: object) -> Callable[[object], np.ndarray]:
         return functools.partial(np.asarray, dtype=dtype)
 
 
-cast = Cast()
+cast = TypeCasts()
 
 
 def itemset(array: np.ndarray, *args: object) -> None:

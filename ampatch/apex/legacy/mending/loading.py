@@ -103,7 +103,7 @@ class Loads:
         except Exception as error:
             wanted = RefusedError([f"what raises {type(error).__name__} ({error})"])
         else:
-            self._notices.tell(row)
+            self._notices.warn(row)
             return loaded
         if not self._is_unsafe:
             raise UntrustedFileError(
