@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import ampatch as amp
 from ampatch import OPT_LEVELS, AmpValueError, apex
-from ampatch.apex.legacy.finding import ROWS, find_cause
+from ampatch.apex.legacy import pattern_rows as rows
+from ampatch.apex.legacy.finding import find_cause
 from ampatch.apex.script import Script, find_script, level_overrides
 from ampatch.levels.overrides import find_level
 from ampatch.levels.stack import asked
@@ -80,8 +81,8 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     overrides = read_overrides(arguments)
     apex.install(**overrides)
     script.validate()
-    given = [f"--{name.replace('_', '-')}" for name in OVERRIDING if getattr(arguments, name) is not None]
-    run = functools.partial(run_overridden if given else run_advised, script, *given)
+    options = [f"--{name.replace('_', '-')}" for name in OVERRIDING if getattr(arguments, name) is not None]
+    run = functools.partial(run_overridden if options else run_advised, script, *options)
     return run if "TORCHELASTIC_ERROR_FILE" not in os.environ else record_errors(run)
 
 
@@ -91,7 +92,6 @@ class InitializeWatch(amp.Observer):
     was_called = False
 
     def on_initialize(self, policy: object) -> None:
-        """Hears of a call."""
         self.was_called = True
 
 
@@ -122,7 +122,7 @@ def run_advised(script: Script) -> int:
         # What launchers passed; argparse has said that it does not know it, with this status.
         is_rank = any(each.startswith("--local-rank") for each in script.arguments)
         if exit.code == 2 and is_rank:
-            asked.warning("--local_rank, %s", NO_OPTION if script.legacy else ROWS["--local_rank"].advice)
+            asked.warning("--local_rank, %s", NO_OPTION if script.legacy else rows.RANK.advice)
         raise
 
 

@@ -166,8 +166,8 @@ def _find_owners(dicts: Sequence[dict]) -> dict[int, object]:
     asked = [
         names for names in dicts if "__module__" in names or any(isinstance(key, tuple) for key in names)
     ]
-    found = {}
+    owners = {}
     for owner in _get_referrers(asked) if asked else ():
         if isinstance(owner, type) or type(owner).__name__ == _CACHE:
-            found |= {id(names): owner for names in gc.get_referents(owner) if isinstance(names, dict)}
-    return found
+            owners |= {id(names): owner for names in gc.get_referents(owner) if isinstance(names, dict)}
+    return owners

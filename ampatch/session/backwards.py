@@ -108,7 +108,6 @@ class ScaledBackwards(SessionPatch):
         self._ended: list[tuple[ref[Tensor], Scale, bool]] = []  # what they yielded, if it went backward
 
     def patch(self, patcher: Patcher) -> None:
-        """Replaces what gradients are made by."""
         patcher.replace(torch.autograd, "backward", self._watch(torch.autograd.backward))
 
     def begin_block(self, block: ScaledLoss) -> None:
@@ -127,7 +126,6 @@ class ScaledBackwards(SessionPatch):
         self._ended = [*alive[1 - MANY :], (ref(block.scaled), block.scale, block.went_backward)]
 
     def list_open(self) -> list[ScaledLoss]:
-        """The open blocks of this thread."""
         return [block for block in list(self.blocks.values()) if block.thread == get_ident()]
 
     def _watch(self, run: Callable[..., None]) -> Callable[..., None]:

@@ -41,7 +41,6 @@ class Members:
         return copied
 
     def restore(self, others: Members) -> None:
-        """Takes the place of others, which are not used any more."""
         vars(self).update(vars(others))
 
     # Modules
@@ -119,7 +118,6 @@ class Members:
         return [amp for amp in amps if amp.thread in own]
 
     def count(self) -> int:
-        """How many optimizers there are, or names of them."""
         return len(self._optimizers)
 
     def weights(self) -> Iterator[Weight]:
@@ -132,7 +130,6 @@ class Members:
     # Calls with enabled=False
 
     def add_passive(self, optimizers: Iterable[object]) -> None:
-        """Adds optimizers that pass through."""
         self._passive += map(refer, optimizers)
 
     def is_any_passive(self, optimizers: Sequence[object]) -> bool:

@@ -16,11 +16,11 @@ from ampatch.casts.catalog import Catalog
 from ampatch.patching.patcher import peel
 from ampatch.table import Cast
 from ampatch.testing.opening import is_open, make_model, session
-from ampatch.testing.outcome import Arguments, Function, Outcome, observe
+from ampatch.testing.outcome import Arguments, CallOutcome, Function, observe
 
 HALVES = (torch.float16, torch.bfloat16)
 Expected = torch.dtype | Cast | None
-Outcomes = tuple[Outcome, Outcome]  # for arguments as they are, and cast by hand
+Outcomes = tuple[CallOutcome, CallOutcome]  # for arguments as they are, and cast by hand
 
 
 def assert_casts(
@@ -98,9 +98,9 @@ class _Call:
     refused: bool  # whether the call must raise instead
     outside: Outcomes = field(init=False)
     inside: Outcomes = field(init=False)
-    found: Outcome = field(init=False)
-    disabled: Outcome = field(init=False)
-    after: Outcome = field(init=False)
+    found: CallOutcome = field(init=False)
+    disabled: CallOutcome = field(init=False)
+    after: CallOutcome = field(init=False)
 
     @property
     def is_cast(self) -> bool:
@@ -200,7 +200,7 @@ class _Check:
         alone = self.observe(function, call)
         return alone, alone if call.dtype is None else self.observe(function, call, call.dtype)
 
-    def observe(self, function: Function, call: _Call, dtype: torch.dtype | None = None) -> Outcome:
+    def observe(self, function: Function, call: _Call, dtype: torch.dtype | None = None) -> CallOutcome:
         """Calls a function with the arguments, which are cast to a type by hand or left as they are."""
         return observe(function, call.arguments, self.gradients, dtype)
 
@@ -237,8 +237,7 @@ class _Check:
         self.compare(f"{what} in disable_casts()", call.disabled, unchanged)
         self.compare(f"{what} after the session", call.after, unchanged)
 
-    def compare(self, what: str, found: Outcome, expected: Outcome) -> None:
-        """Notes each difference."""
+    def compare(self, what: str, found: CallOutcome, expected: CallOutcome) -> None:
         self.faults += [f"{what}: {difference}" for difference in found.differences(expected)]
 
 

@@ -17,7 +17,7 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """What a call gave; everything is detached."""
 
     result: tuple[object, ...] = ()
@@ -25,7 +25,7 @@ class Outcome:
     gradients: tuple[object, ...] = ()  # of the floating arguments
     error: Exception | None = None
 
-    def differences(self, expected: Outcome) -> Iterator[str]:
+    def differences(self, expected: CallOutcome) -> Iterator[str]:
         """Yields how this outcome differs from `expected`; values are compared bit by bit."""
         if self.error is not None or expected.error is not None:
             found, wanted = _error(self.error), _error(expected.error)
@@ -35,14 +35,13 @@ class Outcome:
         for part in ("result", "arguments", "gradients"):
             yield from _compare(part, getattr(self, part), getattr(expected, part))
 
-    def is_same(self, other: Outcome) -> bool:
-        """Whether nothing differs."""
+    def is_same(self, other: CallOutcome) -> bool:
         return not any(True for _ in self.differences(other))
 
 
 def observe(
     function: Function, arguments: Arguments, gradients: bool, dtype: torch.dtype | None = None
-) -> Outcome:
+) -> CallOutcome:
     """Calls a function with copies of the arguments, cast to `dtype` by hand, and says what it gave."""
 
     def cast(tensor: Tensor) -> Tensor:
@@ -60,8 +59,8 @@ def observe(
             result = function(*args, **kwargs)
             grads = _gradients(result, leaves) if gradients else ()
     except Exception as error:
-        return Outcome(error=error)
-    return Outcome(_detach(result), _detach(given), grads)
+        return CallOutcome(error=error)
+    return CallOutcome(_detach(result), _detach(given), grads)
 
 
 def _copy(tensor: Tensor, gradients: bool) -> Tensor:

@@ -61,7 +61,6 @@ def _mark_initialized(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _copy_masters(optimizer: Optimizer) -> None:
-    """Rounds the masters into the model's parameters."""
     for half, master in amp.master_pairs(optimizer):
         half.copy_(master)
 
@@ -117,6 +116,5 @@ def attach(given: object) -> list[weakref.ref[Optimizer]]:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Takes it from an optimizer."""
     for name in ("_amp_stash", *METHODS):
         vars(optimizer).pop(name, None)

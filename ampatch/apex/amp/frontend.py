@@ -38,10 +38,10 @@ def initialize(*args: object, **kwargs: object) -> object:
         kwargs["opt_level"] = "O1"
     with _amp_state.listening():
         returned = amp.initialize(*args, **kwargs)
-        given = inspect.signature(amp.initialize).bind(*args, **kwargs)
-        given.apply_defaults()
+        bound = inspect.signature(amp.initialize).bind(*args, **kwargs)
+        bound.apply_defaults()
         for name in ("verbosity", "min_loss_scale", "max_loss_scale"):
-            setattr(_amp_state, name, given.arguments[name])
+            setattr(_amp_state, name, bound.arguments[name])
         if _amp_state.was_enabled:
             if _amp_state.verbosity >= 1:
                 say(format_options(_amp_state.policy))

@@ -88,7 +88,6 @@ def fill_array(array: np.ndarray, state: tuple) -> None:
 
 
 def array_of_bytes(data: bytes, dtype: np.dtype, shape: tuple, order: str) -> np.ndarray:
-    """Makes an array as protocol 5 has it."""
     return np.frombuffer(data, dtype).reshape(shape, order=order)
 
 
@@ -114,7 +113,6 @@ def name_of(thing: object) -> str:
 
 
 def named(*things: object) -> dict[str, object]:
-    """Returns functions and classes by the names that pickles have for them."""
     return {f"{thing.__module__}.{thing.__qualname__}": thing for thing in things}
 
 
@@ -189,9 +187,9 @@ def is_own(module: types.ModuleType) -> bool:
 def find_network(module: str, name: str) -> type | None:
     """Returns a class of torch.nn or torch.optim, or the one here of that name of apex."""
     for place in (module, f"ampatch.{module}") if is_network(module) else ():
-        found = vars(sys.modules.get(place, types)).get(name)
-        if isinstance(found, type) and found.__module__ in (module, f"ampatch.{module}"):
-            return found
+        kind = vars(sys.modules.get(place, types)).get(name)
+        if isinstance(kind, type) and kind.__module__ in (module, f"ampatch.{module}"):
+            return kind
     return None
 
 
@@ -199,9 +197,9 @@ def find_own(module: str, name: str) -> type | None:
     """Returns a class of a module in the script's folder, or of a configuration, if it is imported."""
     place = sys.modules.get(module)
     is_known = place is not None and (is_own(place) or f"{module}.{name}" in CONFIGURATIONS)
-    found = vars(place).get(name) if is_known else None
-    is_defined = isinstance(found, type) and (found.__module__, found.__qualname__) == (place.__name__, name)
-    return found if is_defined else None
+    own = vars(place).get(name) if is_known else None
+    is_defined = isinstance(own, type) and (own.__module__, own.__qualname__) == (place.__name__, name)
+    return own if is_defined else None
 
 
 def special_method(kind: type) -> str | None:
@@ -216,7 +214,6 @@ def special_method(kind: type) -> str | None:
 
 
 def is_network(module: str) -> bool:
-    """Whether a module is one of torch.nn, torch.optim or such."""
     return f"{module}.".startswith(NETWORKS)
 
 
