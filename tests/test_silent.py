@@ -19,6 +19,7 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
+from ampatch.doctor.instruments.tape import Tape
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.silent.notes import examine_silent
@@ -75,9 +76,9 @@ def watch(text):
     """Runs a script under the instruments; returns its silent faults and the error that ended it."""
     error = None
     with ExitStack() as stack:
-        silent = Silent(clock := Clock(stack))
+        silent = Silent(clock := Clock(stack), tape := Tape(clock))
         clock.follow_run()
-        Operations(clock, silent.rules).follow()
+        Operations(tape, [silent.looks]).follow()
         stack.callback(amp.uninitialize)  # before what it is patched over is gone
         try:
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
@@ -557,7 +558,7 @@ def run_sample(text, folder, attempt, repeats):
         if repeats:
             stack.enter_context(amp.override(**level_overrides("O0")))
             without_casts(stack)
-        silent = Silent(clock := Clock(stack))
+        silent = Silent(clock := Clock(stack), Tape(clock))
         Sample(clock, folder, attempt, ends=repeats)
         clock.follow_run()
         stack.callback(amp.uninitialize)
@@ -700,9 +701,9 @@ for step in range(4):
 )
 def test_counts_sums_names_and_probabilities_that_half_cannot_hold_are_told(text, kind):
     with ExitStack() as stack:
-        silent = Silent(clock := Clock(stack))
+        silent = Silent(clock := Clock(stack), tape := Tape(clock))
         clock.follow_run()
-        Operations(clock, silent.rules).follow()
+        Operations(tape, [silent.looks]).follow()
         stack.callback(amp.uninitialize)
         exec(compile(HEAD + text, "train.py", "exec"), {"__name__": "__main__"})
     found = [it for it in silent.found() if it.kind in ("lost_counts", "lost_sums", "collapsed", "saturated")]

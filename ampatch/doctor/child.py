@@ -18,6 +18,7 @@ from ampatch.doctor.instruments import precision
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
+from ampatch.doctor.instruments.tape import Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
 from ampatch.doctor.run import Run
@@ -70,18 +71,19 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     if run.rate != 1.0:
         precision.LoweredRates(clock, run.rate)
     watch, growth = Watch(clock, run.most), None if run.every is None else Growth(clock, run.every)
-    brakes = Brakes(clock) if run.speed else None
+    tape = Tape(clock)
+    brakes = Brakes(tape) if run.speed else None
     oversized = precision.Oversized(clock) if run.float32 else None
-    silent = Silent(clock, run.window or ())
+    silent = Silent(clock, tape, run.window or ())
     if run.sample is not None:
         Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)
-    trace = Trace(clock, run.window, run.goes_on, run.is_brief) if run.traces else None
+    trace = Trace(tape, run.window, run.goes_on, run.is_brief) if run.traces else None
     clock.follow_run()
     if run.keep_fp32:
         precision.Keeper(run.keep_fp32, clock)
     if trace:
         torch.compiler.set_stance("force_eager")
-        Operations(clock, [it for it in (brakes, *silent.rules, trace) if it]).follow()
+        Operations(tape, [it for it in (brakes, silent.looks, trace) if it]).follow()
 
     def seen() -> Seen:
         return Seen(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.places import OURS, frames
+from ampatch.doctor.instruments.tape import Tape
 from ampatch.doctor.instruments.values import tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
@@ -36,12 +36,12 @@ Rows = dict[tuple[object, ...], dict]  # of the report, each with how often it w
 class Brakes(Rule):
     """What was seen: syncs, products and islands by their place, over some attempts."""
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(clock)
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
         self.syncs, self.products, self.islands = Rows(), Rows(), Rows()
         self.compiles = 0
         self._open: list[tuple[str, str, str | None]] | None = None  # float32 after a half operation
-        clock.wrap(torch, "compile", self._compile)
+        self.clock.wrap(torch, "compile", self._compile)
 
     def _compile(self, compile: Callable[..., object], *args: object, **kwargs: object) -> object:
         self.compiles += 1
@@ -55,12 +55,12 @@ class Brakes(Rule):
         """Looks at all operations of the first attempts, but for what comes before the first step."""
         return 0 < self.clock.attempt <= MOST_STEPS and not self.clock.in_backward
 
-    def after(self, operation: Operation, kept: object, result: object) -> None:
+    def after(self, operation: Operation, kept: object) -> None:
         """Notes what an operation says about speed."""
         name, place, where = operation.name, operation.place, operation.where
         if is_sync(operation.func, name, operation.args) and is_called_by_script() and where is not None:
             count(self.syncs, op=name.strip("_"), module=place.module if place else "", where=where)
-        given = next((it for it in tensors_in(result) if it.is_floating_point()), None)
+        given = next((it for it in operation.given if it.is_floating_point()), None)
         if place is None or given is None or name in SILENT:
             return
         if given.dtype in HALF_TYPES:

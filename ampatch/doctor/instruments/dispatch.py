@@ -1,4 +1,4 @@
-"""Shows what a script calls of torch to rules, which look at it: operations, and functions of its own."""
+"""Writes what a script calls on the tape, and shows it to rules: operations, and functions of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.utils.checkpoint
@@ -14,19 +14,22 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
-from ampatch.doctor.instruments.operations import RUNNING, name_of
-from ampatch.doctor.instruments.places import Place, user_line
+from ampatch.doctor.instruments.operations import CASTS, RUNNING, name_of
+from ampatch.doctor.instruments.places import Place, is_called_by_ampatch, user_line
+from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.values import Tensors, inexact_in, quiet
 from ampatch.patching.patcher import Patcher
 
 COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
 LIBRARIES = ("torch.", "ampatch.")  # whose functions stand for operations that were seen
-Site = tuple[str, str | None, str, Place | None]  # phase, line, operation and module
 
 
-@dataclass(frozen=True)
+@dataclass
 class Operation:
-    """A function of torch that is called: `taken` are the tensors it takes that can hold inf and NaN."""
+    """A function of torch that is called: `taken` are the tensors it takes that can hold inf and NaN.
+
+    Those that it gives are known after it has run, in place too, and so is its record.
+    """
 
     name: str
     func: Callable[..., object] | None
@@ -37,6 +40,9 @@ class Operation:
     place: Place | None
     autocast: str | None  # the device for which torch.autocast is on, or was before
     is_on: bool  # torch.autocast
+    given: Tensors = field(default_factory=list)
+    record: Op = field(default_factory=lambda: Op("", "", None, None))
+    casts: list[Op] = field(default_factory=list)  # those of ours that are made for it
 
     @classmethod
     def now(cls, clock: Clock, name: str, func: object, args: tuple, kwargs: dict) -> Operation:
@@ -63,21 +69,29 @@ class Operation:
         """All that it is given."""
         return (*self.args, *self.kwargs.values())
 
-    @property
-    def site(self) -> Site:
-        """Where it stands."""
-        return self.phase, self.where, self.name, self.place
-
     @functools.cached_property
     def floating(self) -> Tensors:
         """What it takes, but for complex numbers."""
         return [tensor for tensor in self.taken if tensor.is_floating_point()]
+
+    def gives(self, result: object) -> Tensors:
+        """Returns what can hold inf and NaN of a result, and of what it has written into."""
+        given = inexact_in(result)
+        if self.name.endswith("_") and self.args:  # of functions named _foreach_ a list
+            given += inexact_in(self.args[0])
+        if self.name in RUNNING:  # they write into two of what they take
+            given += [it for it in inexact_in(self.args[1:5]) if not it.requires_grad]
+        return list({id(it): it for it in given}.values())
 
 
 class Rule(Instrument):
     """Looks at what a script calls, by `Operations`."""
 
     looks_inside = False  # of functions that are `COMPOSITE`
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape.clock)
+        self.tape = tape
 
     def wants(self, name: str) -> bool:
         """Says whether an operation of this name is of interest now."""
@@ -86,23 +100,24 @@ class Rule(Instrument):
     def before(self, operation: Operation) -> object:
         """Looks at what an operation takes; returns what `after` needs."""
 
-    def after(self, operation: Operation, kept: object, result: object) -> None:
+    def after(self, operation: Operation, kept: object) -> None:
         """Looks at what an operation gives."""
 
     def see_error(self, operation: Operation, error: Exception) -> None:
         """Looks at an operation that raised an error."""
 
-    def see_function(self, operation: Operation, given: Tensors) -> None:
+    def see_function(self, operation: Operation) -> None:
         """Looks at a `torch.autograd.Function` of the script's; operations in its forward are shown too."""
 
 
 class Operations(TorchFunctionMode):
-    """Shows each operation that a script calls to the rules that want it, before and after it runs."""
+    """Writes each operation that a script calls and a rule wants on a tape, and shows it to these rules."""
 
-    def __init__(self, clock: Clock, rules: Sequence[Rule]) -> None:
+    def __init__(self, tape: Tape, rules: Sequence[Rule]) -> None:
         super().__init__()
-        self._clock, self._rules = clock, rules
+        self._tape, self._clock, self._rules = tape, tape.clock, rules
         self._is_off = False  # torch leaves a mode for what an operation does
+        self._casts: list[Op] = []  # of ours, which are part of what follows
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, name_of(func)
@@ -119,13 +134,38 @@ class Operations(TorchFunctionMode):
             result = self._call(func, args, kwargs)
         except RuntimeError as error:
             with quiet():
+                self._record(operation, operation.taken)
                 for rule in rules:
                     rule.see_error(operation, error)
             raise
+        if not (name or operation.gives(result)):
+            return result  # a property that is no tensor
         with quiet():
+            self._record(operation, operation.gives(result))
             for rule, each in zip(rules, kept, strict=True):
-                rule.after(operation, each, result)
+                rule.after(operation, each)
+            self._tape.put(operation.given, operation.record.number)
         return result
+
+    def _record(self, operation: Operation, given: Tensors) -> None:
+        """Gives an operation its record; a cast that ampatch makes is called as what it is made for."""
+        is_ours, operation.given = is_called_by_ampatch(), given
+        casts = [it for it in self._casts if it.place == operation.place] if is_ours else []
+        operation.record = record = Op(
+            *(operation.name, operation.phase, operation.place, operation.where),
+            dtype=str(given[0].dtype)[6:] if given else "",
+            taken=tuple(str(it.dtype)[6:] for it in operation.taken),
+            given=tuple(str(it.dtype)[6:] for it in given),
+            parents=self._tape.makers_of([*operation.taken, *given]),
+            origins=self._tape.origins_of(*operation.taken, *given),
+            is_ours=is_ours,
+            autocast=operation.autocast,
+        )
+        operation.casts = casts
+        self._casts = [*casts, record] if is_ours and operation.name in CASTS else []
+        for it in () if self._casts else casts:
+            it.op = operation.name
+        self._tape.add(record)
 
     def _call(self, func: Callable[..., object], args: tuple, kwargs: dict) -> object:
         before, self._is_off = self._is_off, True
@@ -156,10 +196,13 @@ class Operations(TorchFunctionMode):
 
     def _show_function(self, name: str, args: tuple, kwargs: dict, given: Tensors) -> None:
         rules = [rule for rule in self._rules if given and rule.wants(name)]
-        operation = Operation.now(self._clock, name, None, args, kwargs) if rules else None
-        with quiet() if rules else nullcontext():
+        if not rules:
+            return
+        operation = Operation.now(self._clock, name, None, args, kwargs)
+        with quiet():
+            self._record(operation, given)
             for rule in rules:
-                rule.see_function(operation, given)
+                rule.see_function(operation)
 
     def _remember(self, forward: Callable[..., object], ctx: object, *args: object) -> object:
         ctx.ampatch_place = self._clock.models.save()

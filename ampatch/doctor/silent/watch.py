@@ -6,24 +6,21 @@ from collections.abc import Collection, Sequence
 
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.tape import Tape
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.coarse import Angles, Counts, Saturated, Sums, Updates
 from ampatch.doctor.silent.gradients import Ranges
+from ampatch.doctor.silent.looks import FIRST, Looks
 from ampatch.doctor.silent.notes import Notes
-from ampatch.doctor.silent.rules import FIRST, Casts, Float8, Lengths, Reads
 from ampatch.doctor.silent.scaled import Scaled
-from ampatch.doctor.silent.shadows import Shadows
 
 
 class Silent:
-    """Holds what is found; `rules` are shown operations, those of `window` as well."""
+    """Holds what is found; `looks` are shown the operations of a tape, those of `window` as well."""
 
-    def __init__(self, clock: Clock, window: Collection[int] = ()) -> None:
+    def __init__(self, clock: Clock, tape: Tape, window: Collection[int] = ()) -> None:
         self._notes = notes = Notes(clock)
         self._scaled, self.ranges = Scaled(clock, notes), Ranges(clock)
-        kinds = Shadows, Casts, Lengths, Float8, Updates, Counts, Sums, Saturated, Angles
-        self.rules = [kind(clock, notes, window) for kind in kinds]
-        self.rules.append(Reads(clock, notes, window, self._scaled))
+        self.looks = Looks(tape, notes, window, self._scaled)
 
     def found(self) -> tuple[Finding, ...]:
         """Returns what was found, once the run is over."""
