@@ -57,7 +57,7 @@ class Brakes(Rule):
 
     def after(self, operation: Operation, kept: object) -> None:
         """Notes what an operation says about speed."""
-        name, place, where = operation.name, operation.place, operation.where
+        name, place, where = operation.name, operation.record.place, operation.record.where
         if is_sync(operation.func, name, operation.args) and is_called_by_script() and where is not None:
             count(self.syncs, op=name.strip("_"), module=place.module if place else "", where=where)
         given = next((it for it in operation.given if it.is_floating_point()), None)

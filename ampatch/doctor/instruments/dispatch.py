@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import CASTS, RUNNING, name_of
-from ampatch.doctor.instruments.places import Place, is_called_by_ampatch, user_line
+from ampatch.doctor.instruments.places import is_called_by_ampatch, user_line
 from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.values import Tensors, inexact_in, quiet
 from ampatch.patching.patcher import Patcher
@@ -26,9 +27,9 @@ LIBRARIES = ("torch.", "ampatch.")  # whose functions stand for operations that 
 
 @dataclass
 class Operation:
-    """A function of torch that is called: `taken` are the tensors it takes that can hold inf and NaN.
+    """A function of torch that is called, with its record; it and what is given are known after it has run.
 
-    Those that it gives are known after it has run, in place too, and so is its record.
+    `taken` and `given` are the tensors that can hold inf and NaN, what is written in place among both.
     """
 
     name: str
@@ -36,13 +37,10 @@ class Operation:
     args: tuple
     kwargs: dict[str, object]
     taken: Tensors
-    phase: str
-    place: Place | None
-    autocast: str | None  # the device for which torch.autocast is on, or was before
     is_on: bool  # torch.autocast
+    record: Op
     given: Tensors = field(default_factory=list)
-    record: Op = field(default_factory=lambda: Op("", "", None, None))
-    casts: list[Op] = field(default_factory=list)  # those of ours that are made for it
+    casts: Sequence[Op] = ()  # those of ours that are made for it
 
     @classmethod
     def now(cls, clock: Clock, name: str, func: object, args: tuple, kwargs: dict) -> Operation:
@@ -51,13 +49,9 @@ class Operation:
         device = taken[0].device.type if taken else "cpu"
         if is_on := device != "meta" and torch.is_autocast_enabled(device):
             clock.autocasts.add(device)
-        autocast = device if device in clock.autocasts else None
-        return cls(name, func, args, kwargs, taken, clock.phase, clock.models.place, autocast, is_on)
-
-    @functools.cached_property
-    def where(self) -> str | None:
-        """The user's line, asked for while the call runs."""
-        return user_line()
+        record = Op(name, clock.phase, clock.models.place, user_line())
+        record.autocast = device if device in clock.autocasts else None
+        return cls(name, func, args, kwargs, taken, is_on, record)
 
     @property
     def writes(self) -> bool:
@@ -127,6 +121,8 @@ class Operations(TorchFunctionMode):
         if name in COMPOSITE and any(rule.looks_inside for rule in rules):
             with inside_of(func), self:
                 return func(*args, **kwargs)
+        if not name and not isinstance(value := func(*args, **kwargs), Tensor):
+            return value  # a property that is no tensor
         operation = Operation.now(self._clock, name, func, args, kwargs)
         with quiet():
             kept = [rule.before(operation) for rule in rules]
@@ -138,34 +134,22 @@ class Operations(TorchFunctionMode):
                 for rule in rules:
                     rule.see_error(operation, error)
             raise
-        if not (name or operation.gives(result)):
-            return result  # a property that is no tensor
         with quiet():
             self._record(operation, operation.gives(result))
             for rule, each in zip(rules, kept, strict=True):
                 rule.after(operation, each)
-            self._tape.put(operation.given, operation.record.number)
+            self._tape.put(operation.record, operation.given)
         return result
 
     def _record(self, operation: Operation, given: Tensors) -> None:
-        """Gives an operation its record; a cast that ampatch makes is called as what it is made for."""
-        is_ours, operation.given = is_called_by_ampatch(), given
-        casts = [it for it in self._casts if it.place == operation.place] if is_ours else []
-        operation.record = record = Op(
-            *(operation.name, operation.phase, operation.place, operation.where),
-            dtype=str(given[0].dtype)[6:] if given else "",
-            taken=tuple(str(it.dtype)[6:] for it in operation.taken),
-            given=tuple(str(it.dtype)[6:] for it in given),
-            parents=self._tape.makers_of([*operation.taken, *given]),
-            origins=self._tape.origins_of(*operation.taken, *given),
-            is_ours=is_ours,
-            autocast=operation.autocast,
-        )
-        operation.casts = casts
+        """Writes an operation on the tape; a cast that ampatch makes is called as what it is made for."""
+        record, is_ours = operation.record, is_called_by_ampatch()
+        casts = [it for it in self._casts if it.place == record.place] if is_ours else []
+        operation.given, operation.casts, record.is_ours = given, casts, is_ours
+        self._tape.add(record, operation.taken, given)
         self._casts = [*casts, record] if is_ours and operation.name in CASTS else []
         for it in () if self._casts else casts:
             it.op = operation.name
-        self._tape.add(record)
 
     def _call(self, func: Callable[..., object], args: tuple, kwargs: dict) -> object:
         before, self._is_off = self._is_off, True

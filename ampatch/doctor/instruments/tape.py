@@ -61,16 +61,18 @@ class Tape:
         self._early: tuple[int, dict[Hashable, int]] = 0, {}
         self._attempt = 0
 
-    def add(self, record: Op, given: Collection[Tensor] = ()) -> None:
-        """Adds a record, of which these tensors come."""
-        self._begin()
+    def add(self, record: Op, taken: Collection[Tensor] = (), given: Collection[Tensor] = ()) -> None:
+        """Adds a record of what takes and gives some tensors; `put` then has these come of it."""
+        record.dtype = next((str(it.dtype)[6:] for it in given), "")
+        record.taken, record.given = (tuple(str(it.dtype)[6:] for it in each) for each in (taken, given))
+        record.parents = self.makers_of([*taken, *given])
+        record.origins = {origin for it in record.parents for origin in self.records[it].origins}
         record.number = len(self.records)
         self.records.append(record)
-        self.put(given, record.number)
 
-    def put(self, given: Collection[Tensor], number: int) -> None:
+    def put(self, record: Op, given: Collection[Tensor]) -> None:
         """Has tensors come of a record."""
-        self._made.update((key_of(it), number) for it in given)
+        self._made.update((key_of(it), record.number) for it in given)
 
     def keep(self) -> None:
         """Has all that there is by now last."""
@@ -107,8 +109,8 @@ class Tape:
 
     def mark(self, tensor: Tensor, origins: set[int]) -> None:
         """Notes origins of what is in a tensor, and in all that shares its memory."""
-        record = Op("", "", None, None, parents=self.makers_of([tensor]))
-        record.origins = self.origins_of(tensor) | origins
+        self.add(record := Op("", "", None, None), [tensor])
+        record.origins |= origins
         for it in record.parents:
             record.handed |= self.records[it].handed
-        self.add(record, [tensor])
+        self.put(record, [tensor])

@@ -175,7 +175,7 @@ class Trace(Rule):
 
     def before(self, operation: Operation) -> Kept | None:
         """Returns what is bad before an operation that writes into it, and the largest number."""
-        if operation.name in ops.ASKING and operation.phase != "input":
+        if operation.name in ops.ASKING and operation.record.phase != "input":
             bad = (it for it in operation.taken if not is_finite(it))
             self.origins.asked |= self.tape.origins_of(*bad)
         return examine_all(operation.taken) if operation.writes else None
@@ -220,7 +220,7 @@ class Trace(Rule):
         is_new = damage is not None and not came
         is_inf = is_new and damage.kind == "inf" and call.op not in ops.OF_ALL
         # As the fill value of a mask does; a rate may be infinite.
-        is_named = is_inf and operation.phase != "optimizer" and holds_no_number(operation.arguments)
+        is_named = is_inf and operation.record.phase != "optimizer" and holds_no_number(operation.arguments)
         of_mask = is_inf and (bool(bad) or is_named)
         if is_new and not of_mask:
             parameter = self.models.name_of(worst)
@@ -242,7 +242,7 @@ class Trace(Rule):
             source = self._graph.half_before(of.taken)
             if source and source.place:
                 call.facts |= {"alike": [source.place.module], "model": source.place.model}
-            return function_at(source and source.where, of.autocast)
+            return function_at(source and source.where, of.record.autocast)
         return region_of(of, self.models.parameters())
 
     def _marks_of_unseen(self, call: Op, bad: list[Tensor]) -> set[int]:

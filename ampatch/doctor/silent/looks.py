@@ -137,12 +137,12 @@ class Looks(Rule):
         """Asks whether an operation loses something, and how its statement reads in float32."""
         if (found := find_loss(repeated)) is None:
             return None
-        (kind, largest, dtype), where = found, operation.where
+        (kind, largest, dtype), where = found, operation.record.where
         if where not in self._mends:
             region = region_of(operation, self.clock.models.parameters())
             self._mends[where] = {"region": region, "alike": self.clock.models.like_place()}
         mends = self._mends[where]
-        more = {"region": mends["region"], "autocast": operation.autocast, "float32_survives": True}
+        more = {"region": mends["region"], "autocast": operation.record.autocast, "float32_survives": True}
         more |= {"input_largest": largest, "dtype": dtype}
         return self._notes.finding(kind, operation.record, more, own=True, alike=mends["alike"])
 
@@ -236,7 +236,7 @@ class Looks(Rule):
         for it in self.tape.before(operation.record.parents, through):
             numbers = it.facts.get("sum", {"length": 0})
             if numbers["length"] > 1 and math.isclose(divisor, numbers["length"], rel_tol=1e-3):
-                self._notes.add("length_alone", it, divided_at=operation.where, **numbers)
+                self._notes.add("length_alone", it, divided_at=operation.record.where, **numbers)
 
     # ---- Whole numbers, probabilities, angles ----
 
@@ -271,7 +271,7 @@ class Looks(Rule):
                 share = ((plain(given).abs() == 1) & (wanted.abs() < 1)).float().mean().item()
                 if share >= MANY:
                     more = {"dtype": name_of(given.dtype), "float32_survives": True}
-                    more["autocast"] = operation.autocast
+                    more["autocast"] = operation.record.autocast
                     self._notes.add("saturated", operation.record, more=more, share=share)
 
     def _look_at_angles(self, operation: Operation, _: object, given: Tensor) -> None:
@@ -316,7 +316,7 @@ class Looks(Rule):
         read = [self._read[it.facts["read"]][0] for it in before if "read" in it.facts]
         scale = self._scaled.scale_of(read) if read and is_called_by_user() else None
         if scale is not None and not self._scaled.was_asked:
-            record = Op(operation.name, "optimizer", operation.place, operation.where)
+            record = Op(operation.name, "optimizer", operation.record.place, operation.record.where)
             self._notes.add("not_unscaled", record, scale=scale)
 
     # ---- Modules that are cast to float32 in vain ----
