@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from torch import Tensor
 
 from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.tape import Op
-from ampatch.doctor.instruments.values import HALF, Damage, is_finite, node_of, quiet, tensors_in
+from ampatch.doctor.instruments.values import Damage, is_finite, node_of, quiet, tensors_in
 
 # Operators by the names of their functions; those of torch end with _ where they work in place.
 OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "rpow": "pow", "radd": "add"}
@@ -63,7 +62,6 @@ MULTIPLY = tuple(
     )
 )
 MULTIPLY += ("SumBackward1", "MeanBackward1")
-NEAR = 100  # nodes of a graph that are looked at
 SMALLER = 2.0**-12  # of the present loss scale, to ask whether a gradient overflows for it
 SMALL = 16.0  # a loss scale that is smaller than any search begins with
 KNOWN = "ampatch.doctor"  # in a node's metadata
@@ -136,12 +134,6 @@ class Graph:
         for tensor in given:
             self._tag_nodes(node_of(tensor), call)
 
-    def modules_like(self, call: Op) -> list[str]:
-        """Returns the modules that run the same operation at the same line."""
-        calls = (node.metadata[KNOWN] for node in self._nodes)
-        same = (it for it in calls if (it.op, it.where) == (call.op, call.where) and it.place)
-        return sorted({it.place.module for it in same})
-
     def _tag_nodes(self, node: object, call: Op) -> None:
         waiting = [node]
         while waiting:
@@ -162,19 +154,6 @@ class Graph:
                 if tensor is not None and not is_finite(tensor):
                     self._on_bad(call, self._nodes[index], name, tensor, taken)
                     return
-
-    def half_before(self, tensors: Sequence[Tensor]) -> Op | None:
-        """Returns the nearest operation in half of which some tensors come."""
-        for node in islice(nodes_of(tensors), NEAR):
-            call = node.metadata.get(KNOWN)
-            if call is not None and call.dtype in HALF and call.op not in CASTS:
-                return call
-        return None
-
-    def taker_of(self, node: object) -> Op | None:
-        """Returns the operation that took what a node's gave, None if none is known."""
-        takers = (it for it in self._nodes if any(each is node for each, _ in it.next_functions))
-        return next((it.metadata[KNOWN] for it in takers), None)
 
 
 def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:

@@ -26,6 +26,7 @@ from ampatch.doctor.instruments.origins import Origins
 from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_of
 from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.values import (
+    HALF,
     Kept,
     examine,
     examine_all,
@@ -239,7 +240,8 @@ class Trace(Rule):
 
     def _region(self, call: Op, of: Operation) -> Paste | None:
         if not any(map(is_half_tensor, of.taken)):
-            source = self._graph.half_before(of.taken)
+            before = self.tape.before(call.parents)
+            source = next((it for it in before if it.dtype in HALF and it.op not in ops.CASTS), None)
             if source and source.place:
                 call.facts |= {"alike": [source.place.module], "model": source.place.model}
             return function_at(source and source.where, of.record.autocast)
@@ -272,10 +274,12 @@ class Trace(Rule):
             return
         if call.infinite is not None:
             call.facts |= {"masked": True, "constant": (-math.inf, "-inf", call.dtype)} | call.facts
-        if call.op in ops.CASTS and (taker := self._graph.taker_of(node)) and taker.op in ops.LOGARITHMS:
+        takers = (it for it in self.tape.records if call.number in it.parents)
+        if call.op in ops.CASTS and (taker := next(takers, call)).op in ops.LOGARITHMS:
             call = taker  # whose gradient is 1 / p: the cast is not to blame
         if call.op not in ops.SUMS:  # of a layer of torch's the line is that which calls it
-            call.facts["alike"] = self._graph.modules_like(call)
+            like = (it for it in self.tape.records if (it.op, it.where) == (call.op, call.where))
+            call.facts["alike"] = sorted({it.place.module for it in like if it.place})
         call.facts["function"] = hasattr(node, "saved_tensors")  # one of Python
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         more["is_of_scale"] = ops.is_cured_by_scale(node, taken, self.clock.scale)
