@@ -56,7 +56,7 @@ def carry_out(run: Run) -> None:
 def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     """Has a run looked at until its clock is undone; returns what tells what was seen."""
     clock.wrap(torch, "set_anomaly_enabled", lambda enable, mode, check_nan=True: enable(mode, False))
-    if run.traces:  # an error in a backward pass is raised with the line of its forward
+    if run.raises:  # an error in a backward pass with the line of its forward
         torch.set_anomaly_enabled(True, False)
         clock.undo.callback(torch.set_anomaly_enabled, False)
     without_gpu = precision.note_autocast_without_gpu(clock.undo)

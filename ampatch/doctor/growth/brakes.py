@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.places import OURS, frames
 from ampatch.doctor.instruments.tape import Tape
@@ -34,7 +35,12 @@ Rows = dict[tuple[object, ...], dict]  # of the report, each with how often it w
 
 
 class Brakes(Rule):
-    """What was seen: syncs, products and islands by their place, over some attempts."""
+    """What was seen: syncs, products and islands by their place, over some attempts.
+
+    These are not that which the first step ends: what comes before it is seen once.
+    """
+
+    window = range(1, MOST_STEPS + 1)
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -52,8 +58,8 @@ class Brakes(Rule):
         self._open = None
 
     def wants(self, name: str) -> bool:
-        """Looks at all operations of the first attempts, but for what comes before the first step."""
-        return 0 < self.clock.attempt <= MOST_STEPS and not self.clock.in_backward
+        """Looks at all operations, but of many backward passes at those of the first."""
+        return self.clock.micro_step < MOST_MICRO_STEPS and not self.clock.in_backward
 
     def after(self, operation: Operation, kept: object) -> None:
         """Notes what an operation says about speed."""

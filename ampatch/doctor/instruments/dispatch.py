@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -82,6 +82,7 @@ class Rule(Instrument):
     """Looks at what a script calls, by `Operations`."""
 
     looks_inside = False  # of functions that are `COMPOSITE`
+    window: Collection[int] | None = None  # the attempts of interest, None: all
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape.clock)
@@ -110,12 +111,14 @@ class Operations(TorchFunctionMode):
     def __init__(self, tape: Tape, rules: Sequence[Rule]) -> None:
         super().__init__()
         self._tape, self._clock, self._rules = tape, tape.clock, rules
+        self._due: Sequence[Rule] = rules  # in the present attempt
+        self._attempt = -1
         self._is_off = False  # torch leaves a mode for what an operation does
         self._casts: list[Op] = []  # of ours, which are part of what follows
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, name_of(func)
-        rules = [rule for rule in self._rules if rule.wants(name)]
+        rules, kwargs, name = self._rules_now(), kwargs or {}, name_of(func)
+        rules = [rule for rule in rules if rule.wants(name)]
         if not rules:
             return self._call(func, args, kwargs)
         if name in COMPOSITE and any(rule.looks_inside for rule in rules):
@@ -141,12 +144,22 @@ class Operations(TorchFunctionMode):
             self._tape.put(operation.record, operation.given)
         return result
 
+    def _rules_now(self) -> Sequence[Rule]:
+        """Returns the rules that look at the present attempt: of a long script most have none."""
+        now = self._clock.attempt
+        if now != self._attempt:
+            self._attempt = now
+            self._due = [it for it in self._rules if it.window is None or now in it.window]
+        return self._due
+
     def _record(self, operation: Operation, given: Tensors) -> None:
         """Writes an operation on the tape; a cast that ampatch makes is called as what it is made for."""
         record, is_ours = operation.record, is_called_by_ampatch()
         casts = [it for it in self._casts if it.place == record.place] if is_ours else []
         operation.given, operation.casts, record.is_ours = given, casts, is_ours
         self._tape.add(record, operation.taken, given)
+        if not given:
+            return
         self._casts = [*casts, record] if is_ours and operation.name in CASTS else []
         for it in () if self._casts else casts:
             it.op = operation.name
@@ -179,7 +192,7 @@ class Operations(TorchFunctionMode):
         self._clock.undo.enter_context(self)
 
     def _show_function(self, name: str, args: tuple, kwargs: dict, given: Tensors) -> None:
-        rules = [rule for rule in self._rules if given and rule.wants(name)]
+        rules = [rule for rule in self._rules_now() if given and rule.wants(name)]
         if not rules:
             return
         operation = Operation.now(self._clock, name, None, args, kwargs)

@@ -37,8 +37,8 @@ def follow(tape: Tape, of: Operation) -> None:
     Constants that became 0, and casts that the script makes, are followed to what they are given to.
     """
     call, given = of.record, of.given
-    for it in call.parents:
-        call.facts |= tape.records[it].handed
+    for facts in (*(it.facts for it in of.casts), *(tape.records[it].handed for it in call.parents)):
+        call.facts |= facts
     if given[0].dtype not in HALF_TYPES:
         return
     constant = find_lost_constant(call.op, (of.args, of.kwargs), given[0].dtype)

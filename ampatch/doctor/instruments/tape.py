@@ -97,9 +97,8 @@ class Tape:
             record = self.records[waiting.pop()]
             yield record
             if through is None or record.op in through:
-                new = set(record.parents) - seen
-                seen |= new
-                waiting += new
+                waiting += (new := [it for it in record.parents if it not in seen])
+                seen.update(new)
 
     # ---- Origins of bad numbers ----
 

@@ -62,7 +62,7 @@ class Looks(Rule):
 
     def __init__(self, tape: Tape, notes: Notes, window: Collection[int], scaled: Scaled) -> None:
         super().__init__(tape)
-        self._notes, self._scaled, self._window = notes, scaled, {*range(FIRST), *window}
+        self._notes, self._scaled, self.window = notes, scaled, {*range(FIRST), *window}
         self._seen: defaultdict[Hashable, list[int]] = defaultdict(list)  # attempts, by where it was
         self._mends: dict[str | None, dict[str, object]] = {}  # by line
         self._modules: dict[int, tuple[Module, Op]] = {}  # that a script has cast to float32
@@ -91,8 +91,8 @@ class Looks(Rule):
     def wants(self, name: str) -> bool:
         """Leaves out the operations of backward passes and optimizers."""
         is_away = self.clock.in_backward or self.clock.part == "optimizer"
-        is_active = self.clock.attempt in self._window and self.clock.micro_step < MOST_MICRO_STEPS
-        return is_active and not (is_away or name in LEFT_ALONE or is_transformed())
+        is_due = self.clock.micro_step < MOST_MICRO_STEPS
+        return is_due and not (is_away or name in LEFT_ALONE or is_transformed())
 
     def before(self, operation: Operation) -> Operation | None:
         """Returns what is needed to repeat an operation in float32."""
@@ -172,7 +172,7 @@ class Looks(Rule):
         """Keeps the half weights that a step is to change."""
         groups = (it["params"] for it in optimizer.param_groups if it.get("lr", 1.0) != 0)
         half = [it for group in groups for it in group if it.dtype in HALF_TYPES and it.grad is not None]
-        is_due = self.clock.attempt in self._window and all(is_finite(it.grad) for it in half)
+        is_due = self.clock.attempt in self.window and all(is_finite(it.grad) for it in half)
         self._before = [(it, plain(it).clone()) for it in half if it.numel() >= FEWEST and is_due]
 
     def _look_at_weights(self) -> None:
