@@ -15,6 +15,7 @@ from torch import nn
 from ampatch import AmpError
 from ampatch.__main__ import main
 from ampatch.apex.script import Script
+from ampatch.doctor.child import edited
 from ampatch.doctor.fixes import (
     Bfloat16,
     Both,
@@ -40,7 +41,6 @@ from ampatch.doctor.suspects import is_flat
 from ampatch.doctor.text.logarithm import log_source
 from ampatch.doctor.text.mend import Mend, constructed, mended, normalized_source
 from ampatch.doctor.text.source import Change, changed_texts, line_before, read
-from ampatch.doctor.trial.edited import edited
 from ampatch.doctor.trial.learning import find_what_learns
 from ampatch.doctor.trial.trial import Trial, find_break
 from ampatch.doctor.words import describe_finding

@@ -27,10 +27,10 @@ from ampatch.doctor.instruments.values import HALF, is_finite, plain
 from ampatch.doctor.silent.notes import STUCK, Notes
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.twin import Twin, find_loss
+from ampatch.doctor.suspects import FIRST
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import is_transformed
 
-FIRST = 16  # attempts whose operations are watched
 LEFT_ALONE = (*IGNORED[1:], "untyped_storage", "data_ptr", "zeros_like", "full_like")  # but not properties
 
 VIEWS = ("", "t", "transpose", "permute", "view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from ampatch.doctor.finding import Finding
+from ampatch.doctor.finding import Finding, merge_steps
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.tape import Op
@@ -34,11 +34,11 @@ WARNED = {
 
 
 class Notes:
-    """What was found in one run: each fault once, with the attempts at which it was seen."""
+    """What was found in one run: each fault once an attempt, which is its step as yet."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._found: dict[tuple[object, ...], tuple[Finding, list[int]]] = {}
+        self.found: dict[tuple[object, ...], Finding] = {}
 
     def finding(
         self, kind: str, record: Op, more: Mapping[str, object] = MappingProxyType({}), **facts: object
@@ -50,18 +50,12 @@ class Notes:
 
     def put(self, fault: Finding) -> None:
         """Notes a fault."""
-        attempts = self._found.setdefault(fault.identity, (fault, []))[1]
-        if fault.step not in attempts:
-            attempts.append(fault.step)
+        self.found.setdefault((fault.identity, fault.step), fault)
 
     def add(self, kind: str, record: Op, attempt: int | None = None, **facts: object) -> None:
         """Notes a fault, at the present attempt unless another is given."""
         fault = self.finding(kind, record, **facts)
         self.put(fault if attempt is None else replace(fault, step=attempt))
-
-    def found(self) -> tuple[Finding, ...]:
-        """Returns the faults; their steps are attempts as yet."""
-        return tuple(replace(fault, steps=tuple(attempts)) for fault, attempts in self._found.values())
 
 
 def examine_silent(
@@ -77,7 +71,10 @@ def examine_silent(
     float32.
     """
     loud = {finding.where for finding in findings}
-    merged = merge_faults(found, attempts)
+    at_steps = [
+        replace(it, step=attempts[it.step].step) if it.step in range(len(attempts)) else it for it in found
+    ]
+    merged = merge_steps(sorted(at_steps, key=lambda it: -1 if it.step is None else it.step))
     kinds = {fault.kind for fault in merged}
     faults = [
         fault
@@ -94,14 +91,3 @@ def is_doubtful(fault: Finding) -> bool:
     """Says whether it may do no harm: weights that stay for a while, probabilities that are sure."""
     is_part = fault.kind == "lost_updates" and fault.facts["share"] <= STUCK
     return is_part or fault.kind == "saturated"
-
-
-def merge_faults(found: Sequence[Finding], attempts: Sequence[Attempt]) -> list[Finding]:
-    """Returns what several runs found, the same once, at the steps of their attempts."""
-    merged: dict[tuple[object, ...], Finding] = {}
-    for one in found:
-        before = merged[one.identity].steps if one.identity in merged else ()
-        steps = (attempts[it].step if it < len(attempts) else it for it in one.steps)
-        all_steps = tuple(sorted({*before, *steps}))
-        merged[one.identity] = replace(one, step=min(all_steps, default=None), steps=all_steps)
-    return sorted(merged.values(), key=lambda it: -1 if it.step is None else it.step)
