@@ -19,8 +19,9 @@ from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report, merge_steps
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Call, Origin
+from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.places import Models, user_line
+from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import Damage, holds_no_number, is_finite
 from ampatch.doctor.instruments.values import examine as examine_tensor
@@ -720,7 +721,7 @@ def test_suspects(words, suspects, collapse):
 
 def origin(attempt, is_of_scale, op="mul"):
     """What a trace leaves of an operation that reached the loss."""
-    call, damage = Call(op, "loss", None, "t.py:1", "float16"), Damage("inf", (0,), 1, 1.0, (1,), "float16")
+    call, damage = Op(op, "loss", None, "t.py:1", "float16"), Damage("inf", (0,), 1, 1.0, (1,), "float16")
     more = {"attempt": attempt, "has_reached": True, "is_of_scale": is_of_scale}
     return Origin(call, "backward", damage, 0, 1.0, **more)
 
@@ -914,14 +915,14 @@ def test_a_learning_rate_mends_no_domain(op):
 
 def test_a_view_is_traced_that_torch_refuses_to_tell_of():
     clock = Clock(ExitStack())
-    with Operations(clock, [Trace(clock, None)]):
+    with Operations(tape := Tape(clock), [Trace(tape, None)]):
         assert nn.Embedding(4, 2, padding_idx=0).weight[0].sum() == 0
 
 
 def test_a_bad_gradient_that_came_of_no_operation_that_was_seen_has_no_origin():
     weight, bad = nn.Parameter(torch.ones(2)), torch.full((2,), math.inf)
-    trace, node = Trace(Clock(ExitStack()), None), (weight * 2).grad_fn
-    trace._on_bad_gradient(Call("mul", "forward", None, None), node, None, bad, (bad,))
+    trace, node = Trace(Tape(Clock(ExitStack())), None), (weight * 2).grad_fn
+    trace._on_bad_gradient(Op("mul", "forward", None, None), node, None, bad, (bad,))
     weight.grad = bad
     for _ in range(2):  # after the backward pass, and before the step
         trace.end_closure(torch.optim.SGD([weight], lr=1.0))

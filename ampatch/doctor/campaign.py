@@ -19,7 +19,6 @@ from ampatch.doctor.run import Run
 from ampatch.doctor.runs import Launch, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.notes import examine_silent
-from ampatch.doctor.silent.watch import plan_window
 from ampatch.doctor.suspects import (
     describe_scale,
     fall_of,
@@ -28,6 +27,7 @@ from ampatch.doctor.suspects import (
     has_scaler,
     is_flat,
     leave_out_mended,
+    plan_window,
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
 from ampatch.doctor.trial.learning import can_try, find_what_learns
@@ -75,7 +75,7 @@ class Campaign:
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
-        run = replace(run, is_brief=not seen.suspects)
+        run = replace(run, is_brief=not seen.suspects, raises="watched" in self.ended)
         origins = origins_of(self._start("traced", run)) if window else ()
         findings, hidden = findings_in(seen, origins), find_hidden(origins)
         if findings or hidden or sample is not None:

@@ -170,14 +170,14 @@ RULES = (
         "scaled_not_backpropagated",
         "a block of scale_loss ends without a backward pass of what it yields.",
         "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
-        "or remove the block",
+        "remove the block",
         of=(is_of("scale_loss"),),
     ),
     silent(
         "scaled_not_backpropagated",
         "a loss is scaled here, and no backward pass came of what {op} returned.",
         "call backward() on the scaled loss: scaler.scale(loss).backward()",
-        "or remove the line",
+        "remove the line",
     ),
     silent(
         "unscaled_backward",
@@ -185,7 +185,7 @@ RULES = (
         "they are lost beside the others, and small ones become zero.",
         "scale every loss of a step: scaler.scale(loss).backward(), or with ampatch scaled_loss.backward() "
         "in the block of scale_loss",
-        "or add the losses first, and scale the sum",
+        "add the losses first, and scale the sum",
     ),
     silent(
         "late_backward",

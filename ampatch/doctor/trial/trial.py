@@ -71,7 +71,7 @@ class Trial:
         if self.outcome(order[0]).rank != Rank.TRAINS and (last := self._last(finding)):
             order.insert(order[0] not in self.tried, last)
         tried = tuple(self.outcome(it).tried for it in order)
-        return replace(finding, remedies=(order[0].alone(), *order[1:]), tried=tried)
+        return replace(finding, remedies=tuple(order), tried=tried)
 
     def outcome(self, fix: Fix) -> Outcome:
         """Returns what came of a fix."""
