@@ -304,7 +304,7 @@ def test_a_docstring_begins_with_one_line_that_ends_with_a_full_stop():
 
 # `maybe_print` of _amp_state.py prints what a script tells it to.
 PRINTING = {
-    *("session/announce.py", "__main__.py", "testing/lists_command.py", "sweeps/terminal/view.py"),
+    *("levels/ranks.py", "__main__.py", "testing/lists_command.py", "sweeps/terminal/view.py"),
     "sweeps/env_command.py",
     *("apex/amp/_amp_state.py", "apex/checking/command.py", "doctor/command.py"),
 }

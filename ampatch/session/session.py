@@ -12,6 +12,7 @@ import torch
 from ampatch.casts.cast import CASTS
 from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.levels.loss_scale import StaticLossScale
+from ampatch.levels.ranks import say
 from ampatch.models.cast_tensor import Shared, list_parts
 from ampatch.models.kept import select_named
 from ampatch.models.memory import keep_freed_memory
@@ -23,7 +24,7 @@ from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
-from ampatch.session.announce import Announcer, LogFilter, say, warn_of_torch
+from ampatch.session.announce import Announcer, LogFilter, warn_of_torch
 from ampatch.session.attachments import Attachments
 from ampatch.session.backwards import MasterBackwards, ScaledBackwards
 from ampatch.session.distributed import DistributedPatch

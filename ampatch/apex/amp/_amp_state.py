@@ -162,7 +162,7 @@ class AmpState(amp.Observer):
 
     def on_initialize(self, policy: amp.Policy) -> None:
         """Shows the options of an enabled call."""
-        self.was_enabled = True
+        self.was_enabled, self.policy = True, policy
         if policy.patch_torch_functions_type is torch.float16:
             ban_in_place()
         handle = getattr(self, "handle", NoOpHandle())

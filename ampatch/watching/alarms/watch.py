@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ampatch.levels.alarms import parse_alarms
+from ampatch.levels.ranks import find_rank
 from ampatch.models.model import select_python
-from ampatch.session.announce import find_rank
 from ampatch.session.request import Opening, SessionListener
 from ampatch.steps.block import ScaledLoss
 from ampatch.steps.optimizer import AmpOptimizer
