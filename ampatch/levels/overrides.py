@@ -88,8 +88,8 @@ def parse_flag(name: str, value: object) -> bool | None:
 
 
 def _resolve_half_type(level: Policy, overrides: Overrides) -> Policy:
-    dtype = _parse_half("dtype", overrides.dtype)
-    patch_type = _parse_half("patch_torch_functions_type", overrides.patch_torch_functions_type)
+    dtype = parse_half("dtype", overrides.dtype)
+    patch_type = parse_half("patch_torch_functions_type", overrides.patch_torch_functions_type)
     model_type = _parse_model_type(overrides.cast_model_type)
     if level.patch_torch_functions:
         _refuse_half_model(level, model_type)
@@ -118,7 +118,8 @@ def _parse_model_type(value: object) -> ModelType:
     return dtype
 
 
-def _parse_half(name: str, value: object) -> torch.dtype | None:
+def parse_half(name: str, value: object) -> torch.dtype | None:
+    """Reads a half type, or its name in a string; raises AmpValueError for other floating dtypes."""
     dtype = parse_dtype(name, value)
     if dtype not in (None, *HALF_TYPES):
         raise AmpValueError(f"{name}={value!r}: expected torch.float16 or torch.bfloat16")
