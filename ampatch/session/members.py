@@ -64,14 +64,14 @@ class Members:
 
     def map_values(self) -> dict[int, Float32Values]:
         """The float32 values that know the modules' tensors, by the id of the tensor."""
-        found: dict[int, Float32Values] = {}
+        by_id: dict[int, Float32Values] = {}
         for module, values in self._live_modules():
             for _, tensor in list_tensors(module) if values is not None else ():
                 if tensor in values:
-                    found[id(tensor)] = values
+                    by_id[id(tensor)] = values
                 else:
-                    found.setdefault(id(tensor), values)
-        return found
+                    by_id.setdefault(id(tensor), values)
+        return by_id
 
     # Optimizers
 

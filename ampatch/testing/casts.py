@@ -69,9 +69,9 @@ def assert_casts(
 def _locate(function: Function | str) -> tuple[str, Callable[[], Function]]:
     """Names a function, and finds it whenever it is asked: a session replaces it where it is looked up."""
     if not isinstance(function, str):
-        given, path = function, _path_of(function)
+        called, path = function, _path_of(function)
         if path is None:
-            return getattr(given, "__qualname__", repr(given)), lambda: given
+            return getattr(called, "__qualname__", repr(called)), lambda: called
         function = path
     return function, functools.partial(pkgutil.resolve_name, function)
 
@@ -107,7 +107,7 @@ class _Call:
         """Whether something is to happen to these arguments."""
         if self.dtype is None:
             return self.refused
-        return any(it.dtype is not self.dtype for it in _floating(self.arguments))
+        return any(each.dtype is not self.dtype for each in _floating(self.arguments))
 
     @property
     def shows_cast(self) -> bool:
@@ -168,9 +168,9 @@ class _Check:
         if len(_floating(arguments)) > 1:
             choices[2:2] = [(full, half), (half, full)]
         for types in choices:
-            given = _convert(arguments, *types)
+            converted = _convert(arguments, *types)
             name = " and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(types))
-            yield _Call(name, given, *self.target([it.dtype for it in _floating(given)]))
+            yield _Call(name, converted, *self.target([each.dtype for each in _floating(converted)]))
 
     def target(self, dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype | None, bool]:
         """What arguments of these types are cast to, and whether the op refuses them."""
@@ -244,12 +244,12 @@ class _Check:
 def _floating(arguments: Arguments) -> list[Tensor]:
     """The tensors that may be cast."""
     kinds = (torch.float32, torch.float64, *HALVES)
-    return [it for it in tree_leaves(arguments) if isinstance(it, Tensor) and it.dtype in kinds]
+    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor) and each.dtype in kinds]
 
 
 def _convert(arguments: Arguments, first: torch.dtype, rest: torch.dtype) -> Arguments:
     """The arguments with floating tensors of these types."""
-    ids = [id(it) for it in _floating(arguments)]
+    ids = [id(each) for each in _floating(arguments)]
 
     def convert(tensor: Tensor) -> Tensor:
         if id(tensor) not in ids:

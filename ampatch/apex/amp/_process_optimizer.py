@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Iterator
 from itertools import islice
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -91,15 +90,13 @@ def _end_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
-METHODS = MappingProxyType(
-    {
-        "_amp_lazy_init": _mark_initialized,
-        "_lazy_init_maybe_master_weights": _mark_initialized,
-        "_prepare_amp_backward": _prepare_backward,
-        "_post_amp_backward": _end_backward,
-        "_master_params_to_model_params": _copy_masters,
-    }
-)
+METHODS = {
+    "_amp_lazy_init": _mark_initialized,
+    "_lazy_init_maybe_master_weights": _mark_initialized,
+    "_prepare_amp_backward": _prepare_backward,
+    "_post_amp_backward": _end_backward,
+    "_master_params_to_model_params": _copy_masters,
+}
 
 
 def attach(given: object) -> list[weakref.ref[Optimizer]]:

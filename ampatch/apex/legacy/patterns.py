@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
-from types import MappingProxyType
 
 from torch.optim import lr_scheduler
 from torch.torch_version import TorchVersion
@@ -21,20 +20,16 @@ from ampatch.apex.legacy.old import Old
 
 # What was a method of tensors as well, and of nothing else.
 GONE_METHODS = {"btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs"}
-METHODS = MappingProxyType(
-    {
-        name: row
-        for row in NAMES
-        for place, _, name in [row.name.rpartition(".")]
-        if place == "torch" and (row in LINALG or name in GONE_METHODS)
-    }
-)
+METHODS = {
+    name: row
+    for row in NAMES
+    for place, _, name in [row.name.rpartition(".")]
+    if place == "torch" and (row in LINALG or name in GONE_METHODS)
+}
 # Methods of classes, by their names, which nothing else has that scripts use.
 PIL = ("PIL.ImageDraw.ImageDraw", "PIL.ImageFont.FreeTypeFont")
 CLASSES = ("numpy.ndarray", *PIL, "threading.Thread", CANVAS)
-METHODS_OF = MappingProxyType(
-    {row.name.rpartition(".")[2]: row for row in NAMES if row.name.startswith(CLASSES)}
-)
+METHODS_OF = {row.name.rpartition(".")[2]: row for row in NAMES if row.name.startswith(CLASSES)}
 # Types, and modules of XML, have methods of those names, too.
 NOT_ARRAY = re.compile(r"dtype|^dt$|\bET\b|etree|xml")
 SCHEDULERS = "torch.optim.lr_scheduler"
@@ -48,20 +43,18 @@ OPTIONS = ("option", "add_option", "DEFINE_integer", "DEFINE_string", "getopt", 
 RANK = re.compile(r"(--local[-_]rank)(=|$)")
 COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
 # Functions of librosa that take so many arguments without their names, by module.
-LIBROSA = MappingProxyType(
-    {
-        "librosa.filters": {"mel": 0, "window_sumsquare": 0},
-        "librosa.core.audio": {"load": 1, "resample": 1, "get_duration": 0},
-        "librosa.core.spectrum": dict.fromkeys(
-            ("stft", "istft", "power_to_db", "amplitude_to_db", "griffinlim"), 1
-        ),
-        "librosa.feature.spectral": {"melspectrogram": 0, "mfcc": 0, "rms": 0, "chroma_stft": 0},
-        "librosa.feature.utils": {"delta": 1},
-        "librosa.util.utils": {"frame": 1, "pad_center": 1, "fix_length": 1},
-        "librosa.effects": dict.fromkeys(("trim", "split", "time_stretch", "pitch_shift"), 1),
-    }
-)
-POSITIONAL = MappingProxyType({name: count for names in LIBROSA.values() for name, count in names.items()})
+LIBROSA = {
+    "librosa.filters": {"mel": 0, "window_sumsquare": 0},
+    "librosa.core.audio": {"load": 1, "resample": 1, "get_duration": 0},
+    "librosa.core.spectrum": dict.fromkeys(
+        ("stft", "istft", "power_to_db", "amplitude_to_db", "griffinlim"), 1
+    ),
+    "librosa.feature.spectral": {"melspectrogram": 0, "mfcc": 0, "rms": 0, "chroma_stft": 0},
+    "librosa.feature.utils": {"delta": 1},
+    "librosa.util.utils": {"frame": 1, "pad_center": 1, "fix_length": 1},
+    "librosa.effects": dict.fromkeys(("trim", "split", "time_stretch", "pitch_shift"), 1),
+}
+POSITIONAL = {name: count for names in LIBROSA.values() for name, count in names.items()}
 
 # Functions that need a keyword today.
 NEEDED = (

@@ -30,6 +30,7 @@ in1d = lambda first, *args, **kwargs: np.isin(np.ravel(first), *args, **kwargs) 
 msort = lambda a: np.sort(a, axis=0)
 asfarray = lambda a, dtype=float: np.asarray(a, dtype if np.issubdtype(dtype, np.inexact) else float)
 find_common_type = lambda array_types, scalar_types: np.result_type(*array_types, *scalar_types)
+obj2sctype = lambda rep, default=None: np.dtype(rep).type
 asscalar = lambda array: array.item()
 ptp = lambda array, *args, **kwargs: np.ptp(np.asarray(array), *args, **kwargs)
 newbyteorder = lambda array, new_order="S": array.view(array.dtype.newbyteorder(new_order))

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -17,26 +16,22 @@ from ampatch.apex.legacy import pattern_rows as rows
 from ampatch.apex.legacy.mending.names import Notices
 
 # Which argument is a mask, and what a keyword calls it.
-MASKS = MappingProxyType(
-    {
-        **dict.fromkeys((Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select), (1, "mask")),
-        **dict.fromkeys((Tensor.masked_scatter, Tensor.masked_scatter_, torch.masked_select), (1, "mask")),
-        **dict.fromkeys((torch.masked_fill, torch.masked_scatter), (1, "mask")),
-        **dict.fromkeys((Tensor.index_put, Tensor.index_put_), (1, "indices")),
-        **dict.fromkeys((torch.index_put, torch.index_put_), (1, "indices")),
-        **{torch.where: (0, "condition"), Tensor.where: (1, "condition")},
-        **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), (1, "index")),
-    }
-)
+MASKS = {
+    **dict.fromkeys((Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select), (1, "mask")),
+    **dict.fromkeys((Tensor.masked_scatter, Tensor.masked_scatter_, torch.masked_select), (1, "mask")),
+    **dict.fromkeys((torch.masked_fill, torch.masked_scatter), (1, "mask")),
+    **dict.fromkeys((Tensor.index_put, Tensor.index_put_), (1, "indices")),
+    **dict.fromkeys((torch.index_put, torch.index_put_), (1, "indices")),
+    **{torch.where: (0, "condition"), Tensor.where: (1, "condition")},
+    **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), (1, "index")),
+}
 SPLITS = (Tensor.chunk, Tensor.split, torch.chunk, torch.split)
 IS_PART = "_is_part_of_split"
 IN_PLACE = (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
-WITH_BOOLS = MappingProxyType(
-    {
-        **dict.fromkeys((Tensor.__rsub__, Tensor.__sub__, Tensor.sub, torch.sub), rows.FROM_ONE),
-        **dict.fromkeys((Tensor.neg, torch.neg), rows.NEGATED),
-    }
-)
+WITH_BOOLS = {
+    **dict.fromkeys((Tensor.__rsub__, Tensor.__sub__, Tensor.sub, torch.sub), rows.FROM_ONE),
+    **dict.fromkeys((Tensor.neg, torch.neg), rows.NEGATED),
+}
 # These take complex numbers as pairs, and give them so.
 STFT, ISTFT = (torch.functional.stft, Tensor.stft), (torch.functional.istft, Tensor.istft)
 # What limits in place, where float limits of integers were cut.

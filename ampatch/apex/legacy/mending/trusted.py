@@ -13,7 +13,6 @@ import sys
 import types
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -120,33 +119,29 @@ def named(*things: object) -> dict[str, object]:
 HOLDERS = (argparse.Namespace, UserDict, UserList)
 CONFIGURATIONS = ("yacs.config.CfgNode", "easydict.EasyDict")  # dicts of libraries, if they are imported
 # What is called; none of it does anything but make data.
-CALLED = MappingProxyType(
-    {
-        **named(set, frozenset, bytearray, complex, slice, range, OrderedDict, Counter, defaultdict, deque),
-        **named(*(getattr(datetime, each) for each in ("date", "datetime", "time", "timedelta", "timezone"))),
-        **{f"pathlib.{each}": getattr(pathlib, each) for each in pathlib.__all__ if each.endswith("Path")},
-        "types.SimpleNamespace": types.SimpleNamespace,
-        "numpy.dtype": make_dtype,
-        **{f"numpy.{core}.multiarray.scalar": make_scalar for core in ("core", "_core")},
-        **{f"numpy.{core}.multiarray._reconstruct": make_array for core in ("core", "_core")},
-        **{f"numpy.{core}.numeric._frombuffer": array_of_bytes for core in ("core", "_core")},
-        "torch._tensor._rebuild_from_type_v2": rebuild_tensor,
-        "builtins.getattr": read_function,
-    }
-)
+CALLED = {
+    **named(set, frozenset, bytearray, complex, slice, range, OrderedDict, Counter, defaultdict, deque),
+    **named(*(getattr(datetime, each) for each in ("date", "datetime", "time", "timedelta", "timezone"))),
+    **{f"pathlib.{each}": getattr(pathlib, each) for each in pathlib.__all__ if each.endswith("Path")},
+    "types.SimpleNamespace": types.SimpleNamespace,
+    "numpy.dtype": make_dtype,
+    **{f"numpy.{core}.multiarray.scalar": make_scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray._reconstruct": make_array for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": array_of_bytes for core in ("core", "_core")},
+    "torch._tensor._rebuild_from_type_v2": rebuild_tensor,
+    "builtins.getattr": read_function,
+}
 # What is only named: as a value, or the factory of a defaultdict.
-VALUES = MappingProxyType(
-    {
-        **named(list, dict, tuple, str, int, float, bool, bytes, object, np.ndarray, *HOLDERS),
-        **{f"numpy.{kind.__name__}": kind for kind in np.sctypeDict.values()},
-        **{
-            name: getattr(torch.nn.functional, each)
-            for each in ACTIVATIONS
-            for name in (f"torch.nn.functional.{each}", f"torch._C._nn.{each.replace('logs', 'log_s')}")
-        },
-        **named(*PLACES),
-    }
-)
+VALUES = {
+    **named(list, dict, tuple, str, int, float, bool, bytes, object, np.ndarray, *HOLDERS),
+    **{f"numpy.{kind.__name__}": kind for kind in np.sctypeDict.values()},
+    **{
+        name: getattr(torch.nn.functional, each)
+        for each in ACTIVATIONS
+        for name in (f"torch.nn.functional.{each}", f"torch._C._nn.{each.replace('logs', 'log_s')}")
+    },
+    **named(*PLACES),
+}
 NETWORKS = ("torch.nn.modules.", "torch.nn.utils.", "torch.nn.parallel.data_parallel.", "torch.optim.")
 NETWORKS += ("torch.utils.data.dataset.",)
 # Those of apex, whose checkpoints have its own name for them, or ours.
