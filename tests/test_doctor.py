@@ -5,7 +5,7 @@ import math
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from ampatch.__main__ import main
 from ampatch.doctor.campaign import findings_in, origins_of
 from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report, merge_steps
+from ampatch.doctor.instruments import watch as instrument
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Origin
+from ampatch.doctor.instruments.operations import Enough, Origin
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.trace import Trace
@@ -31,7 +32,8 @@ from ampatch.doctor.run import Run
 from ampatch.doctor.runs import Seen, start_process
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
 from ampatch.doctor.text.source import changed_texts
-from ampatch.doctor.words import describe
+from ampatch.doctor.words import describe, describe_finding
+from doctor_samples import sample_finding
 from faults import (
     FAMILIES,
     diagnose,
@@ -830,6 +832,29 @@ for step in range(4):
 def test_a_buffer_that_is_infinite_from_the_beginning_breaks_nothing(tmp_path):
     report = report_on(SECOND_MODEL, tmp_path)
     assert (report["findings"], report["untraced"]) == ([], "")
+
+
+def test_a_run_ends_where_weights_stay_lost_and_goes_on_where_they_come_back(monkeypatch):
+    monkeypatch.setattr(instrument, "MOST_LOST", 3)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ExitStack() as stack:
+        watch = instrument.Watch(clock := Clock(stack))
+        clock.follow_run()
+        with suppress(Enough):
+            for step in range(99):
+                loss = model(torch.ones(1, 2)).sum() / (step not in (4, 9))
+                model.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if step == 5:
+                    torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+    assert [it.step for it in watch.attempts if not it.weights] == [4, 5, 9, 10, 11]
+
+
+def test_how_far_float32_was_run_is_said_of_a_long_script():
+    said = list(describe_finding(sample_finding(facts={"up_to": 420})))
+    assert said[-1] == "  the same run in float32 stays finite up to step 420, and ends there"
 
 
 def test_a_static_scale_does_not_search():
