@@ -714,6 +714,24 @@ def test_counts_sums_names_and_probabilities_that_half_cannot_hold_are_told(text
     assert kinds & {"lost_counts", "lost_sums", "collapsed", "saturated"} == ({kind} if kind else set())
 
 
+ACCUMULATED = """
+model = model.to(torch.{dtype})
+for step in range(3):
+    optimizer.zero_grad()
+    for _ in range(600):
+        model(torch.ones(4, 8, dtype=torch.{dtype})).float().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "many", "found"), [("bfloat16", 600, 1), ("bfloat16", 9, 0), ("float32", 600, 0)]
+)
+def test_gradients_that_are_added_up_in_half_until_they_stay_are_told(dtype, many, found):
+    faults, *_ = look(HEAD + ACCUMULATED.format(dtype=dtype).replace("600", str(many)))
+    assert [it.op for it in faults if it.kind == LOST and it.op != "step"] == ["accumulate_grad"] * found
+
+
 @pytest.mark.parametrize(("kind", "share"), [("lost_updates", 0.9), ("saturated", 0.9)])
 def test_what_may_do_no_harm_is_a_fault_where_float32_learns_more(kind, share):
     doubtful = Finding(kind, 0, "optimizer", None, "", "step", "train.py:9", facts={"share": share})

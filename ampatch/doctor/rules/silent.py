@@ -116,6 +116,15 @@ RULES = (
     ),
     silent(
         "lost_updates",
+        "gradients of many backward passes are added up in {dtype}, which is too coarse for it: of the last "
+        "ones {share:.0%} change nothing.",
+        do.leave_own_half,
+        "add them up in float32: after each backward pass master.grad += p.grad.float() and p.grad = None; "
+        "opt_level O2 and O5 add them up so",
+        of=(is_of("accumulate_grad"),),
+    ),
+    silent(
+        "lost_updates",
         "{op} adds to {dtype} what it is too coarse for: {share:.0%} of the numbers stay as they were.",
         "keep in float32 what it adds to, and what it adds: copy.deepcopy(model).float() for an average "
         "of weights, p.float() there, and inputs of float32 where that average is used",

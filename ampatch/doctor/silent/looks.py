@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable
 
 import torch
@@ -23,9 +23,10 @@ from ampatch.doctor.instruments.places import (
 )
 from ampatch.doctor.instruments.region import region_of
 from ampatch.doctor.instruments.tape import Op, Tape
-from ampatch.doctor.instruments.values import HALF, is_finite, plain
-from ampatch.doctor.silent.notes import STUCK, Notes
+from ampatch.doctor.instruments.values import HALF, plain
+from ampatch.doctor.silent.notes import Notes
 from ampatch.doctor.silent.scaled import Scaled
+from ampatch.doctor.silent.stuck import FEWEST, MANY, REPEATED, Stuck, name_of
 from ampatch.doctor.silent.twin import Twin, find_loss
 from ampatch.doctor.suspects import FIRST
 from ampatch.levels.precision import HALF_TYPES
@@ -51,9 +52,6 @@ HEADROOM = 16  # times what a sum reached must fit: a length that grows, or the 
 ZEROS = 0.1  # of the numbers that a layer in float8 takes
 WRONG = 0.1  # of a sum
 MOST_COLUMNS = 256
-FEWEST = 16  # numbers of a tensor
-MANY = 0.5  # of the weights stay as they were: a fault where the loss does not fall
-REPEATED = 3  # attempts
 FEWER = 0.5  # of whole numbers
 
 
@@ -63,11 +61,12 @@ class Looks(Rule):
     def __init__(self, tape: Tape, notes: Notes, window: Collection[int], scaled: Scaled) -> None:
         super().__init__(tape)
         self._notes, self._scaled, self.window = notes, scaled, {*range(FIRST), *window}
-        self._seen: defaultdict[Hashable, list[int]] = defaultdict(list)  # attempts, by where it was
+        self._stuck = Stuck(self.clock, notes, self.window)
+        self._missed: Counter[Hashable] = Counter()  # of what was counted, by where it was
         self._mends: dict[str | None, dict[str, object]] = {}  # by line
         self._modules: dict[int, tuple[Module, Op]] = {}  # that a script has cast to float32
         self._looks = (
-            (UPDATES, self._look_at_update),
+            (UPDATES, self._stuck.look_at_update),
             (("add_",), self._look_at_count),
             (SUMMING, self._look_at_sum),
             (CASTS, self._look_at_cast),
@@ -86,7 +85,6 @@ class Looks(Rule):
         self._twin = Twin()
         self._faults: defaultdict[int, list[Finding]] = defaultdict(list)  # of records, if a loss comes of it
         self._read: list[tuple[Tensor, Tensor]] = []  # parameters and gradients, kept so long
-        self._before: list[tuple[Tensor, Tensor]] = []  # half weights, and what a step is to change
 
     def wants(self, name: str) -> bool:
         """Leaves out the operations of backward passes and optimizers."""
@@ -117,7 +115,6 @@ class Looks(Rule):
         """The next attempt begins."""
         for record, undone in undone_casts(self.tape.records):
             self._notes.add("float32_under_autocast", record, runs=undone)
-        self._look_at_weights()
         self._begin()
 
     # ---- What half loses, and what comes of it ----
@@ -156,41 +153,6 @@ class Looks(Rule):
 
     # ---- Sums and updates ----
 
-    def _look_at_update(self, operation: Operation, _: object, into: Tensor) -> None:
-        """Counts the numbers of an average that stay as they were."""
-        by = operation.args[1] if len(operation.args) > 1 else None
-        if into.dtype not in HALF_TYPES or into.numel() < FEWEST or not isinstance(by, Tensor):
-            return
-        into = into.detach()
-        weight = operation.kwargs.get("alpha", operation.kwargs.get("weight", (*operation.args, 1)[2]))
-        gap = plain(by).float() - (into.float() if operation.name == "lerp_" else 0.0)
-        least = torch.finfo(into.dtype).eps * into.float().abs() if weight != 1 else 0.0  # it has arrived
-        stays = (into.float() + gap * weight).to(into.dtype) == into
-        self._count_stuck(operation.record, stays, gap.abs() > least, STUCK)
-
-    def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
-        """Keeps the half weights that a step is to change."""
-        groups = (it["params"] for it in optimizer.param_groups if it.get("lr", 1.0) != 0)
-        half = [it for group in groups for it in group if it.dtype in HALF_TYPES and it.grad is not None]
-        is_due = self.clock.attempt in self.window and all(is_finite(it.grad) for it in half)
-        self._before = [(it, plain(it).clone()) for it in half if it.numel() >= FEWEST and is_due]
-
-    def _look_at_weights(self) -> None:
-        """Counts the numbers that a step left as they were."""
-        if self._before:
-            stays = torch.cat([(plain(it) == before).flatten() for it, before in self._before])
-            is_due = torch.cat([plain(it.grad).flatten() != 0 for it, _ in self._before])
-            dtype = name_of(self._before[0][0].dtype)
-            self._count_stuck(Op("step", "optimizer", None, user_line(), dtype), stays, is_due, MANY)
-
-    def _count_stuck(self, record: Op, stays: Tensor, is_due: Tensor, most: float) -> None:
-        share = (stays & is_due).sum().item() / max(is_due.sum().item(), 1)
-        seen = self._seen[record.site]
-        if share > most and self.clock.attempt not in seen:
-            seen.append(self.clock.attempt)
-            if len(seen) == REPEATED:
-                self._notes.add("lost_updates", record, attempt=seen[0], share=share, dtype=record.dtype)
-
     def _look_at_count(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
         """Looks for whole numbers that are added in vain."""
         if repeated is None or len(repeated.args) < 2 or given.dtype not in HALF_TYPES:
@@ -200,9 +162,8 @@ class Looks(Rule):
         if (into.abs() < limit).all() or not is_whole(into, by):
             return
         if ((by != 0) & ((plain(given).float() - into - by).abs() >= by.abs() / 2)).any():
-            missed = self._seen["counts", operation.record.site]
-            missed.append(self.clock.attempt)
-            if len(missed) == REPEATED:
+            self._missed[operation.record.site] += 1
+            if self._missed[operation.record.site] == REPEATED:
                 self._notes.add("lost_counts", operation.record, dtype=name_of(given.dtype), limit=limit)
 
     def _look_at_sum(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
@@ -366,11 +327,6 @@ def is_undone(record: Op) -> bool:
 def half_in(record: Op) -> str:
     """Returns the half type among what an operation takes and gives, "" where there is none."""
     return next((it for it in (*record.taken, *record.given) if it in HALF), "")
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Returns the name of a type."""
-    return str(dtype).removeprefix("torch.")
 
 
 def limit_of(dtype: torch.dtype) -> int:

@@ -88,6 +88,7 @@ def examine_silent(
 
 
 def is_doubtful(fault: Finding) -> bool:
-    """Says whether it may do no harm: weights that stay for a while, probabilities that are sure."""
-    is_part = fault.kind == "lost_updates" and fault.facts["share"] <= STUCK
-    return is_part or fault.kind == "saturated"
+    """Says whether it may do no harm: weights that stay for a while, gradients of 0, probabilities."""
+    if fault.kind == "lost_updates":
+        return fault.facts["share"] <= STUCK or fault.op == "accumulate_grad"
+    return fault.kind == "saturated"
