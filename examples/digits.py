@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import ampatch as amp
 
 BATCH_SIZE = 128
-WIDTH = 1024
 LEARNING_RATE = 0.1
 
 
@@ -25,7 +24,7 @@ def main():
     torch.manual_seed(options.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     train_images, test_images, train_labels, test_labels = load_images(device)
-    model = build_model().to(device)
+    model = build_model(options.width).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, nesterov=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level=options.opt_level)
     steps = options.epochs * (len(train_images) // BATCH_SIZE)
@@ -42,6 +41,7 @@ def parse_options():
     parser.add_argument("--opt-level", default="O1", help="O0 to O5 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024, help="of the hidden layers (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -53,11 +53,11 @@ def load_images(device):
     return [torch.as_tensor(part, device=device) for part in parts]
 
 
-def build_model():
+def build_model(width):
     return nn.Sequential(
-        *(nn.Linear(64, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
-        *(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
-        nn.Linear(WIDTH, 10),
+        *(nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU()),
+        *(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()),
+        nn.Linear(width, 10),
     )
 
 

@@ -30,6 +30,7 @@ LESS_MEMORY = 0.05
 # needed 1.4 times the processors' time of O0, and on an idle machine as much. What is beyond that is its own.
 CLEARLY_MORE = 1.5
 SMALL_STEP = 10.0  # ms; in a shorter one there is little arithmetic to speed up
+JUDGED = (Verdict.SAME, Verdict.WORSE, Verdict.UNSURE)
 WITHOUT = "Without O0 there is nothing to compare with"
 FASTEST = "O0 is the fastest here: nothing gains"
 ELSEWHERE = "On a GPU, or a CPU with AVX512-BF16 or AMX, the same command may recommend a level."
@@ -53,8 +54,9 @@ def advise(
     if row is not None:
         chosen = find_level(rows, row)
         sentences += [about_equals(chosen, others), about_disturbed(others), about_autocast(chosen, rows)]
-        sentences.append(about_seeds(settings, runs))
-    sentences += [about_metrics(rows, runs), about_the_rest(settings, runs)]
+    if any(row.verdict in JUDGED for row in others):
+        sentences += [about_seeds(settings, runs) if row else "", about_metrics(runs)]
+    sentences.append(about_the_rest(settings, runs))
     return Recommendation(outcome, row, " ".join(filter(None, sentences)))
 
 
@@ -300,10 +302,9 @@ def about_seeds(settings: Settings, runs: Sequence[Run]) -> str:
     return "The seeds changed nothing: does the script set its own?" if len(results) == 1 else ""
 
 
-def about_metrics(rows: Sequence[Level], runs: Sequence[Run]) -> str:
+def about_metrics(runs: Sequence[Run]) -> str:
     """Says so if no metric was compared, and which line of the script would change that."""
-    was_judged = any(row.verdict in (Verdict.SAME, Verdict.WORSE, Verdict.UNSURE) for row in rows)
-    if not was_judged or compared_metrics(finished(runs)):
+    if compared_metrics(finished(runs)):
         return ""
     line = "amp.report(accuracy=...) in the script (import ampatch as amp)"
     return f"Only the training loss was compared. The line {line} changes that."

@@ -17,6 +17,7 @@ RISE = 0.1
 ROUNDED, TINY = 2**-8, 1e-7
 OWN_FILES = "give each run files of its own, with {run} in the arguments of the script, or --isolate"
 OTHER_LENGTH = 0.9  # of the steps of O0: scripts that stop early stop a little apart
+CUT_SHORT = "cut short, which --levels with the level's name does not do"
 NAMED = 2  # losses and metrics that a reason names
 SLOWER = 1.5  # times the time of O0 a step: less is not slow enough to be told after few steps
 
@@ -57,8 +58,7 @@ def judge(
 def judge_cut(run: Run, baseline: Sequence[Run]) -> tuple[Verdict, str]:
     """Judges a level whose run was cut short: it is slow, unless the time went into a few long steps."""
     ratio = divide(run.step_ms, median_of(baseline, "step_ms"))
-    said = f"cut short after {run.steps} steps: name it in --levels to have all of them"
-    return Verdict.SLOW if ratio and ratio >= SLOWER else Verdict.UNKNOWN, said
+    return Verdict.SLOW if ratio and ratio >= SLOWER else Verdict.UNKNOWN, CUT_SHORT
 
 
 def why_dependent(runs: Sequence[Run]) -> str:
