@@ -132,10 +132,12 @@ class ByHand:
 
     def end_unnamed(self, index, now, aside):
         """Unscales what a block has made that does not name the optimizer; an overflow counts at its step."""
-        if any(param.grad is not None for param in self.models[index]):
+        held = self.delayed[index]
+        if held is None and any(param.grad is not None for param in self.models[index]):
             self.doubts[index] = now[0]
         for param in self.models[index]:
-            param.grad = None if param.grad is None else param.grad / now[2]
+            if param.grad is not None:
+                param.grad = param.grad / now[2] * (1.0 if held is None else held[2])
         self.put_back([index], aside)
 
     def end(self, chain, now, aside):
