@@ -339,6 +339,8 @@ class AmpOptimizer:
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Runs a closure inside a step: on the current weights, its gradients unscaled."""
         self.masters.copy_to_model()
+        self._skip.end(optimizer)  # what an overflow before has hidden is the closure's to clear
+        self.pending, self.last_outcomes = self.last_outcomes, []
         result = closure()
         self.masters.take_edits()
         self._before_update(optimizer)
