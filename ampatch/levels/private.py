@@ -60,7 +60,6 @@ class Private:
         return Private(parent, self.lost).find(), attribute
 
     def is_missing(self) -> bool:
-        """Whether this torch lacks it."""
         return self.find(self) is self
 
 

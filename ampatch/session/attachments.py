@@ -196,7 +196,6 @@ def _find_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _order_hooks(optimizer: Optimizer) -> None:
-    """Makes an optimizer's dictionaries of hooks ordered: torch cannot add a hook to a plain one."""
     for kind in ("step_pre", "step_post", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post"):
         name = f"_optimizer_{kind}_hooks"
         if type(getattr(optimizer, name, None)) is dict:

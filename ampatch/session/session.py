@@ -225,7 +225,6 @@ class Session(Surroundings):
         return not self.calls or self.members.is_any_passive(optimizers)
 
     def require_open(self) -> None:
-        """Raises NotInitializedError before `initialize`."""
         if not self.calls and not self.is_disabled:
             raise NotInitializedError(
                 "ampatch is not initialized: call amp.initialize(model, optimizer) first"
