@@ -28,6 +28,7 @@ class Run:
     traces: bool = False
     window: tuple[int, ...] | None = None
     goes_on: bool = False
+    raises: bool = False  # whether the script is known to raise an error
     is_brief: bool = False  # of many backward passes of an attempt the first are traced
     keep_fp32: tuple[str, ...] = ()
     # What is noted beside: growth, at each so many attempts; what slows it down; one attempt's numbers.

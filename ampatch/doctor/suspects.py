@@ -9,6 +9,7 @@ from ampatch.doctor.instruments.watch import Attempt
 
 FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning
 FEWEST = 16  # steps in which a loss falls
+FIRST = 16  # attempts whose operations are looked at for silent faults
 MOST_OVERFLOWS = 2  # at a scale that was good before
 
 
@@ -66,6 +67,13 @@ def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     # A search that never ended found nothing: no scale is small enough.
     found, rest = found + search[:1] + search[1:][-1:], rest + search[1:-1]
     return (*sorted(found), *rest)
+
+
+def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, ...]:
+    """Returns attempts up to which a traced run goes on for silent faults: not beyond weights that broke."""
+    first = attempts[:FIRST]
+    last = next((index for index, attempt in enumerate(first) if not attempt.weights), len(first) - 1)
+    return tuple(index for index in (last, sample) if index is not None and index >= 0)
 
 
 def is_collapse(attempts: Sequence[Attempt]) -> bool:

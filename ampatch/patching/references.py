@@ -156,7 +156,7 @@ class References:
 
 
 def _get_referrers(objects: Sequence[object]) -> list[object]:
-    """What refers to some objects, without the arguments of this question, as Python 3.13 returns them."""
+    """What refers to some objects, but for the tuple of this very question, which Python 3.13 returns too."""
     given = tuple(objects)
     return [holder for holder in gc.get_referrers(*given) if holder is not given]
 

@@ -227,7 +227,7 @@ def _tensors(request: Request) -> list[Tensor]:
 
 
 def suited_level(models: Iterable[object]) -> str:
-    """The level of a call that names none: O4 where each tensor of the models is on a CPU, else O1."""
+    """The level of a first call that names none: O4 where each tensor of the models is on a CPU, else O1."""
     modules = [model for model in models if isinstance(model, Module)]
     tensors = itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in modules)
     types = {tensor.device.type for tensor in tensors} or {torch.empty(0).device.type}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ampatch.doctor.instruments.clock import Clock, Instrument, wrap
+from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS, Clock, Instrument, wrap
 from ampatch.doctor.instruments.places import device_of, is_called_by_user, user_line
 from ampatch.doctor.instruments.values import floating_in, largest_of, quiet
 from ampatch.levels.precision import HALF_TYPES
@@ -172,6 +172,8 @@ class Oversized(Instrument):
         """Looks at what a layer gives, and at what it takes."""
         place = self.clock.models.place
         if torch.compiler.is_compiling() or place is None or place.module in self.names:
+            return
+        if self.clock.micro_step >= MOST_MICRO_STEPS:
             return
         if any(True for _ in module.parameters(False)):
             with quiet():

@@ -113,7 +113,7 @@ def compare_gradients(folder: str, attempt: int) -> tuple[list[Finding], str]:
                 numbers |= {"init_scale": best_scale(full["largest"])}
                 _, model, layer, _, name = key
                 site = (attempt, "backward", model, layer, "backward", half["where"], name)
-                found.append(Finding("underflow", *site, steps=(attempt,), facts=numbers))
+                found.append(Finding("underflow", *site, facts=numbers))
     return found, ""
 
 
