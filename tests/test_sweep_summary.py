@@ -342,9 +342,21 @@ ONE_SEED = {
     ),
     "a collapse": ([run("O0", accuracy=0.9), run(accuracy=0.1)], WORSE, "accuracy 0.1, 88.9 % below O0"),
     "autocast moves as much": ([run("O0", noise=0.01), run(loss=0.558), run("autocast", 0.54)], SAME, ""),
-    "autocast moves less": (
+    "autocast moves less, which one run may": (
         [run("O0", noise=0.001), run(loss=0.558), run("autocast", 0.51)],
-        *(WORSE, "loss 0.558, 5.8 spreads above O0"),
+        *(UNSURE, f"loss 0.558, 5.8 spreads above O0, {CHANCE}"),
+    ),
+    "autocast moves far less": (
+        [run("O0", noise=0.001), run(loss=0.658), run("autocast", 0.51)],
+        *(WORSE, "loss 0.658, 15.8 spreads above O0"),
+    ),
+    "a repeat to the last bit": (
+        [run("O0", perplexity=20.0), run("O0", repeat=1, perplexity=20.0), run(perplexity=21.0)],
+        *(UNSURE, f"perplexity 21, 5 % above O0, {CHANCE}"),
+    ),
+    "autocast that cast nothing": (
+        [run("O0", perplexity=20.0), run("autocast", perplexity=20.5, uncast=True), run(perplexity=21.0)],
+        *(UNSURE, f"perplexity 21, 5 % above O0, {CHANCE}"),
     ),
     "repeats move as much": ([run("O0"), run("O0", 0.54, repeat=1), run(loss=0.558)], SAME, ""),
     "nothing else is known": (
