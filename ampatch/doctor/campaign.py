@@ -27,6 +27,7 @@ from ampatch.doctor.suspects import (
     has_scaler,
     is_flat,
     leave_out_mended,
+    plan_looks,
     plan_window,
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
@@ -76,8 +77,9 @@ class Campaign:
         sample = pick_sample(seen.shares, attempts)
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
+        looks = plan_looks(attempts) if self.spent[0] <= LONG else ()
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
-        run = replace(run, is_brief=not seen.suspects, raises="watched" in self.ended)
+        run = replace(run, looks=looks, is_brief=not seen.suspects, raises="watched" in self.ended)
         origins = origins_of(self._start("traced", run)) if window else ()
         findings, hidden = findings_in(seen, origins), find_hidden(origins)
         if findings or hidden or sample is not None:
