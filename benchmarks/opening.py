@@ -20,10 +20,11 @@ SUBJECT = f"{2 * LAYERS:,} parameters"
 
 
 def measure(options: Options, setting: Setting) -> Iterator[Comparison]:
-    """Yields the milliseconds of `initialize` and those of `uninitialize`, at each level."""
+    """Yields the milliseconds of `initialize` and those of `uninitialize`, at each level that runs here."""
+    levels = [level for level, policy in amp.OPT_LEVELS.items() if not policy.find_lack()]
     for part in ("initialize", "uninitialize"):
         clock = PartClock(setting.device)
-        contenders = {level: partial(open_part, part, level, setting, clock) for level in amp.OPT_LEVELS}
+        contenders = {level: partial(open_part, part, level, setting, clock) for level in levels}
         series = options.time(contenders, setting, clock)
         yield Comparison("micro", SUBJECT, part, "ms", setting, series)
 

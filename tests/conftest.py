@@ -94,7 +94,7 @@ def check_torch(torch_as_it_was):
 
 
 @pytest.fixture(autouse=True)
-def main_as_it_was(monkeypatch):
+def main_as_it_was(torch_as_it_was, monkeypatch):
     """Puts back `__main__`, which a script that a test ran stays: a spawned process imports it once more."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 

@@ -1,6 +1,7 @@
 """What is printed and logged, at each verbosity."""
 
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from ampatch.apex import amp as apex
 from ampatch.apex.fp16_utils import FP16_Optimizer
 from ampatch.apex.legacy.mending.legacy import legacy
 from ampatch.session.session import SESSION
@@ -128,23 +130,58 @@ def test_a_loss_has_its_number_within_its_call_however_often_initialize_was_call
 
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 @pytest.mark.parametrize("verbosity", [1, 2])
-def test_the_banner_names_the_level_and_its_options(capsys, opt_level, verbosity):
+def test_the_banner_is_a_line_that_names_the_level(capsys, opt_level, verbosity):
     amp.initialize(nn.Linear(3, 2), opt_level=opt_level, verbosity=verbosity)
-    printed = capsys.readouterr().out
-    assert f"Selected optimization level {opt_level}" in printed
-    for option in ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
-        assert option in printed
-    assert "overrides" not in printed
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith(f"Selected optimization level {opt_level}: ")
+    assert line.endswith("; amp.explain(model) says more")
+    assert ("dynamic loss scale" in line) == (opt_level in ("O1", "O2"))
+    assert "not" not in line
+
+
+def test_the_banner_says_what_overrides_the_level(capsys):
+    amp.initialize(nn.Linear(3, 2), opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=False)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "keep_batchnorm_fp32=False (not True), loss_scale=128.0 (not dynamic)" in line
 
 
 @shows("initialize-verbosity")
-def test_the_banner_shows_an_option_before_and_after_an_override(capsys):
-    amp.initialize(nn.Linear(3, 2), opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=False)
-    lines = capsys.readouterr().out.splitlines()
-    line = next(line for line in lines if "keep_batchnorm_fp32" in line)
-    assert "False" in line
-    assert "overrides True" in line
-    assert "128" in next(line for line in lines if "loss_scale" in line)
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_through_apex_the_banner_lists_the_options_and_what_they_override(capsys, opt_level):
+    apex.initialize(nn.Linear(3, 2), opt_level=opt_level)
+    printed = capsys.readouterr().out
+    assert f"Selected optimization level {opt_level}" in printed
+    for option in ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
+        assert f"\n  {option} " in printed
+    assert "overrides" not in printed
+    amp.uninitialize()
+    apex.initialize(nn.Linear(3, 2), opt_level=opt_level, loss_scale=64.0, verbosity=1)
+    assert re.search(r"\n  loss_scale +: 64.0  \(overrides ", capsys.readouterr().out)
+    amp.uninitialize()
+    apex.initialize(nn.Linear(3, 2), opt_level=opt_level, verbosity=0)
+    apex.initialize(nn.Linear(3, 2), enabled=False)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("device", "level"), [("cpu", "O4"), ("meta", "O1")])
+def test_a_call_that_names_no_level_takes_one_that_suits_the_device(capsys, device, level):
+    """A meta device stands for what is no CPU; apex's default is O1 wherever the model is."""
+    amp.initialize(nn.Linear(3, 2, device=device))
+    assert f"level {level}:" in capsys.readouterr().out
+    amp.uninitialize()
+    for given in ({}, {"opt_level": None}):
+        apex.initialize(nn.Linear(3, 2, device=device), **given)
+        assert "level O1:" in capsys.readouterr().out
+        amp.uninitialize()
+    with torch.device(device):
+        amp.initialize(nn.ReLU())  # nothing that would be on a device
+        assert f"level {level}:" in capsys.readouterr().out
+
+
+def test_a_later_call_that_names_no_level_takes_that_of_the_call_before(capsys):
+    amp.initialize(nn.Linear(3, 2), opt_level="O2")
+    amp.initialize(nn.Linear(3, 2))
+    assert [line[28:30] for line in capsys.readouterr().out.splitlines()] == ["O2", "O2"]
 
 
 def test_verbosity_1_says_no_casts(capsys):

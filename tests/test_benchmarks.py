@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+import ampatch as amp
 from benchmarks import __main__ as command
 from benchmarks import (
     goals,
     micro,
+    opening,
     report,
     series,
     syncs,
@@ -23,6 +25,7 @@ from benchmarks import (
 )
 from benchmarks.comparison import Comparison
 from benchmarks.contender import ACCUMULATE, CONTENDERS, TRAIN
+from benchmarks.options import Options
 from benchmarks.quote import quote
 from benchmarks.series import PartClock, Series, run_rounds
 from benchmarks.setting import Setting
@@ -268,3 +271,13 @@ def test_the_command_that_made_a_result_stands_beside_it(path):
     (row,) = [line for line in table.splitlines() if line.startswith(f"| `{path.name}` |")]
     assert f"--out benchmarks/results/{path.name}" in row
     assert json.loads(path.read_text())["schema"] == report.SCHEMA
+
+
+def test_every_level_that_runs_here_is_opened_and_undone(monkeypatch):
+    monkeypatch.setattr(opening, "LAYERS", 2)
+    parts = list(opening.measure(Options(rounds=1, seconds=0.0), BF16))
+    levels = [level for level, policy in amp.OPT_LEVELS.items() if not policy.find_lack()]
+    assert [(part.variant, list(part.series)) for part in parts] == [
+        ("initialize", levels),
+        ("uninitialize", levels),
+    ]

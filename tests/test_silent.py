@@ -557,7 +557,8 @@ LOSSES = {
 LOSSES["O1, the second of two"] = LOSSES["O1"].replace(
     "model, optimizer = amp",
     "with torch.random.fork_rng(): other = nn.Linear(2, 2)\n"
-    "amp.initialize(other, torch.optim.SGD(other.parameters(), 0.1), loss_scale=64.0, verbosity=0)\n"
+    "others = torch.optim.SGD(other.parameters(), 0.1)\n"
+    "amp.initialize(other, others, opt_level='O1', loss_scale=64.0, verbosity=0)\n"
     "model, optimizer = amp",
 )
 

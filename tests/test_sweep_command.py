@@ -58,6 +58,7 @@ class Runs:
         if outcome is Ending.NO_STEPS:
             return Run(**run.identity(), **facts)
         values = {"losses": {"0": Curve((1, 20), (2.0, 0.5))}, "first_loss": 2.0, "final_loss": 0.5}
+        values |= {"processor_ms": 3.0, "began": 10**9, "ended": 5 * 10**9}
         return Run(**run.identity(), **facts, **values, steps=20, peak_mib=100.0, **times(2.0))
 
 
@@ -270,6 +271,21 @@ def test_a_run_that_fails_is_a_row_and_one_that_timed_out_is_not_run_again(folde
     assert outcomes == [Ending.CRASHED, Ending.NO_STEPS, Ending.FINISHED]
     (record,) = [record for record in records if record.row == "O1"]
     assert record.cause == "why"
+
+
+def test_levels_that_nobody_named_are_cut_short_after_twice_the_time_of_o0(folder, runs):
+    runs.ways = {"O1": Ending.CUT}
+    given = ("train.py", "--variant", "O2 loss_scale=8", "--seeds", "2")
+    assert sweep(*given, "--out", "out") == 0
+    assert [run.row for run in runs.made].count("O1") == 1  # and not again with the second seed
+    limits = {run.row: run.limits for run in runs.made}
+    assert (limits.pop("O0"), limits.pop("O2 loss_scale=8")) == (None, None)
+    assert set(limits.values()) == {(8.0, 0.12)}
+    assert not written(folder).settings.in_full
+    runs.made = []
+    assert sweep(*given, "--levels", "O0,O1", "--out", "named") == 0
+    assert {run.limits for run in runs.made} == {None}
+    assert written(folder, "named").settings.in_full
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ampatch.sweeps.measure.curve import changes
 from ampatch.sweeps.measure.memory import peak_memory, reset_peak
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
 from ampatch.sweeps.measure.steps import HostClock, StepTimes
-from ampatch.sweeps.rows import Curve
+from ampatch.sweeps.rows import Curve, Ending
 from helpers import sync_debug_mode
 
 each_level = pytest.mark.parametrize("level", list(amp.OPT_LEVELS))
@@ -214,6 +214,18 @@ def test_a_script_that_goes_on_after_the_limit_is_not_measured_any_more():
     assert measured["losses"] == limited.measured()["losses"]
     assert len(measured["losses"]["0"].values) == 2
     assert limited.measured()["metrics"]["accuracy"].steps == (1,)
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"), [((0.0, 0.0), 6), ((0.0, math.inf), 10), ((math.inf, 0.0), 10), (None, 10)]
+)
+def test_a_run_that_takes_too_long_by_the_clock_and_by_the_processors_is_cut_short(limits, steps):
+    limited = Recorder(limits=limits)
+    with amp.observe(limited), contextlib.suppress(EnoughSteps):
+        train(10, "O4")
+    measured = limited.measured()
+    assert (measured["steps"], measured["outcome"]) == (steps, Ending.CUT if steps < 10 else Ending.FINISHED)
+    assert measured["timed"] == (3 if steps < 10 else 4)
 
 
 # Metrics

@@ -101,7 +101,7 @@ def test_a_run_that_crashed_says_why(child, code, cause):
 
 
 def test_a_run_without_a_step_says_so(child):
-    record = carry_out(child("measured()", {"initialized": True}))
+    record = carry_out(child("measured()", {"initialized": True, "outcome": "no steps"}))
     assert record.outcome is Ending.NO_STEPS
     assert record.cause == "no optimizer that initialize returned made a step (its log is empty)"
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ampatch.sweeps.judge.advice import ELSEWHERE
 from ampatch.sweeps.judge.metric_names import is_about_accuracy, is_lower_better, most_important
 from ampatch.sweeps.judge.statistics import Sample, deviation, distance, mean, pooled_times
 from ampatch.sweeps.judge.summary import summarize
@@ -21,6 +22,7 @@ CRASHED, TIMED_OUT, INTERRUPTED = Ending.CRASHED, Ending.TIMED_OUT, Ending.INTER
 DONE = Ending.FINISHED
 BASELINE, SAME, WORSE, UNSURE = Verdict.BASELINE, Verdict.SAME, Verdict.WORSE, Verdict.UNSURE
 DIVERGED, FAILED, UNKNOWN = Verdict.DIVERGED, Verdict.FAILED, Verdict.UNKNOWN
+SLOW_ROW = Verdict.SLOW
 
 
 def summary(*records, rows=None, **changes):
@@ -551,11 +553,11 @@ SMALL = "a step of 2.00 ms has only small products, and casts cost more than tho
 @pytest.mark.parametrize(
     ("ms", "device", "half", "because"),
     [
-        (10.0, "cpu", "", f" ({SLOW}; this CPU has no instructions for bfloat16)"),
-        (10.0, "cpu", None, f" ({SLOW})"),
-        (2.0, "cpu", "avx512_bf16", f" ({SLOW}; {SMALL})"),
-        (2.0, "H100", "", f" ({SMALL})"),
-        (20.0, "H100", None, ""),
+        (10.0, "cpu", "", f" ({SLOW}; this CPU has no instructions for bfloat16). {ELSEWHERE}"),
+        (10.0, "cpu", None, f" ({SLOW})."),
+        (2.0, "cpu", "avx512_bf16", f" ({SLOW}; {SMALL})."),
+        (2.0, "H100", "", f" ({SMALL})."),
+        (20.0, "H100", None, "."),
     ],
 )
 def test_where_o0_is_the_fastest_that_is_said_and_why(ms, device, half, because):
@@ -565,8 +567,42 @@ def test_where_o0_is_the_fastest_that_is_said_and_why(ms, device, half, because)
     place = replace(ENVIRONMENT, device=device, half=half)
     rows = ("O0", "O1", "O2", "O3", "O4")
     found = summarize(Settings("train.py", (), rows), place, runs).recommendation
-    assert found.reason.startswith(f"O0 is the fastest here: nothing gains{because}. No level with the ")
+    assert found.reason.startswith(f"O0 is the fastest here: nothing gains{because} No level with the ")
     assert found.row == "O0"
+
+
+def cut(name, ms=400.0, **fields):
+    """A run that was cut short since it was slow."""
+    return run(name, 9.0, ms=ms, steps=7, outcome=Ending.CUT, skipped=tuple(range(1, 8)), **fields)
+
+
+def test_levels_that_were_cut_short_are_slow_and_compared_in_speed_only():
+    slow = [cut(name) for name in ("O1", "O2", "O4", "autocast")]
+    place = replace(ENVIRONMENT, device="cpu", half="")
+    found = summarize(Settings("train.py", (), ("O0", "O1", "O2", "O4", "autocast")), place, [O0, *slow])
+    assert [(it.verdict, it.speed, it.loss.value, it.failed) for it in found.rows[1:]] == [
+        (SLOW_ROW, 0.025, None, 0)
+    ] * 4
+    assert (found.recommendation.outcome, found.recommendation.row) == (Outcome.STAY, "O0")
+    assert found.recommendation.reason.startswith(
+        f"O0 is the fastest here: nothing gains (float16 is slow on a CPU: O1, O2; this CPU has no "
+        f"instructions for bfloat16). {ELSEWHERE}"
+    )
+    assert found.recommendation.reason.endswith(ELSEWHERE)  # no seeds, metrics or runs would change that
+
+
+def test_beside_levels_that_were_cut_short_others_are_taken_or_named():
+    assert summary(O0, cut("O1"), run("O5", ms=4.0)).recommendation.row == "O5"
+    # What autocast came to after few steps says nothing of chance.
+    assert row("O5", run("O0", noise=0.001), run("O5", 0.558), cut("autocast")).verdict is WORSE
+    said = reason(O0, cut("O1"), run("O5", 9.0))
+    assert "No other level has the accuracy of O0 and comes near its speed: O1 slow, O5 diverged." in said
+    assert reason(*seeds("O0", [0.5, 0.5]), cut("O1"), *seeds("O5", [0.5, 0.5], ms=20.0)).count("Only ") == 1
+
+
+def test_a_level_whose_time_went_into_a_few_long_steps_is_not_called_slow():
+    found = summary(O0, cut("O1", ms=9.0))
+    assert (found.rows[1].verdict, found.recommendation.outcome) == (UNKNOWN, Outcome.UNKNOWN)
 
 
 def test_o6_computes_in_bfloat16_and_emulates_float8_on_a_cpu():

@@ -24,7 +24,7 @@ from helpers import assert_same_bits, import_torchvision, scaled_backward, snaps
 from legacy import print_in_forks
 from test_architecture import NAMES, room, undocumented
 from test_readme import ROOT, read
-from trainers import ADDED, AROUND, LIFE, NAMED, TOGGLED
+from trainers import ADDED, AROUND, AVERAGES, COUNTS, INTERVALS, LIFE, NAMED, OUTPUTS, TOGGLED
 
 
 def changed(text, *replacements):
@@ -220,7 +220,6 @@ MANUAL = f"""
         {SCALED}            self.manual_backward(scaled_loss)
         optimizer.step()
 """
-INITIALIZED = "amp.initialize(self, torch.optim.AdamW(self.parameters(), lr=1e-2))[1]"
 
 # Loops of one's own beside a trainer whose mixed precision is on.
 WARNED = {
@@ -237,7 +236,7 @@ WARNED = {
         ("accumulate_grad_batches=2, gradient_clip_val=1.0, ", ""),
         ("Trainer(", "Trainer(accelerator='cpu', "),
         ("__init__()\n", "__init__()\n        self.automatic_optimization = False\n"),
-        ("return torch.optim.AdamW(self.parameters(), lr=1e-2)", f"return {INITIALIZED}"),
+        ("return [optimizer]", "return [amp.initialize(self, optimizer)[1]]"),
         ("\n        return F.cross_entropy(self(inputs), labels)\n", MANUAL),
     ),
 }
@@ -278,15 +277,21 @@ amp.uninitialize()
 trainer.train()
 assert amp.state_dict()["loss_scaler0"]["unskipped"] == 32
 """
+ALL_SKIPPED = {
+    "opt_level": "O2",
+    "loss_scale": amp.DynamicLossScale(init_scale=2.0**30, max_scale=2.0**30, min_scale=2.0**30),
+}
 SEVERAL = {"opt_level": "O2", "loss_scale": amp.DynamicLossScale(init_scale=2.0**10)}
 OTHERS = {
-    "accelerate": {"named": (partial(run, **SEVERAL), NAMED)},
+    "accelerate": {"named": (partial(run, **SEVERAL), NAMED), "outputs": (run, OUTPUTS)},
     "lightning": {
         "older name": (run_recipe, recipe("lightning", *OLDER)),
         "toggled": (run_toggled, TOGGLED),
+        "intervals": (partial(run, **ALL_SKIPPED), recipe("lightning", INTERVALS) + COUNTS),
         "life": (partial(run, **SEVERAL), recipe("lightning") + LIFE),
     },
     "transformers": {"twice": (partial(run, **SEVERAL), recipe("transformers") + TWICE)},
+    "timm": {"averages": (partial(run, opt_level="O5"), AVERAGES)},
 }
 
 

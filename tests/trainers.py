@@ -51,7 +51,9 @@ class Classifier(lightning.LightningModule):
         self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean())
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9)
+        return [optimizer], [{{"scheduler": scheduler, "interval": "step"}}]
 
 
 model = Classifier()
@@ -113,7 +115,10 @@ ADDED = {
 # By the package: the lines before and after those of the page.
 AROUND = {
     "accelerate": (ACCELERATE, ACCELERATE_LOOP),
-    "lightning": (LIGHTNING, "\ntrainer.fit(model, loader)\n"),
+    "lightning": (
+        LIGHTNING,
+        "\ntrainer.fit(model, loader)\nscheduler = trainer.lr_scheduler_configs[0].scheduler\n",
+    ),
     "transformers": (TRANSFORMERS, "\ntrainer.train()\nscheduler = trainer.lr_scheduler\n"),
     "timm": (TIMM, TIMM_LOOP),
 }
@@ -199,6 +204,54 @@ for optimizer in prepared:
     optimizer.step()
 assert [optimizer.step_was_skipped for optimizer in prepared] == [True, False]
 assert [amp.get_loss_scale(loss) for loss in (0, 1)] == [2.0**10, 2.0**9]
+"""
+
+# Averages of weights, beside those of the float32 weights by hand; the start of a copy is rounded.
+AVERAGES = f"""{TIMM}
+from timm.utils import ModelEmaV2, ModelEmaV3
+
+model, optimizer = amp.initialize(model, optimizer)
+expected = {{name: value.clone() for name, value in model.state_dict().items()}}
+averages = [kind(model, decay=0.25) for kind in (ModelEmaV2, ModelEmaV3)]
+averages.append(ModelEmaV3(model, decay=0.25, foreach=False))
+for part in torch.arange(256).split(32):
+    with amp.scale_loss(F.cross_entropy(model(images[part]), labels[part]), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for average in averages:
+        average.update(model)
+    expected = {{name: value.lerp(model.state_dict()[name], 0.75) for name, value in expected.items()}}
+for average in averages:
+    torch.testing.assert_close(dict(average.module.state_dict()), expected, rtol=1e-6, atol=1e-7)
+    assert average(images[:8]).dtype == torch.float32
+"""
+
+# What an evaluation hands to NumPy, which has no bfloat16.
+OUTPUTS = f"""{DATA}
+from accelerate.state import AcceleratorState
+
+from ampatch.integrations.accelerate import AmpAccelerator
+
+named = {{"cast_model_outputs": torch.bfloat16}}
+for options in ({{}}, *({{"opt_level": level}} for level in ("O0", "O1", "O2", "O3", "O4", "O5")), named):
+    accelerator = AmpAccelerator(cpu=True, amp_options=options)
+    model = nn.Linear(16, 2)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    outputs = accelerator.gather_for_metrics({{"scores": [model(inputs)]}})["scores"][0]
+    assert outputs.dtype == options.get("cast_model_outputs", torch.float32), options
+    amp.uninitialize()
+    AcceleratorState._reset_state(True)
+"""
+
+# Two schedules, of which one follows the steps.
+INTERVALS = (
+    '[{"scheduler": scheduler, "interval": "step"}]',
+    '[{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4), "interval": it} '
+    'for it in ("step", "epoch")]',
+)
+COUNTS = """
+assert [it.scheduler.last_epoch for it in trainer.lr_scheduler_configs] == [0, 1]
 """
 
 # What comes after `fit`, and without one.

@@ -99,11 +99,11 @@ class CpuMode(TorchFunctionMode):
         if func is torch.device:
             first = args[0] if args else (kwargs or {}).get("type")
             return func("cuda", first) if is_number(first) else func(*args, **(kwargs or {}))
-        given = {name: to_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        if is_number(given.get("device")):
-            given["device"] = CPU
+        named = {name: to_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if is_number(named.get("device")):
+            named["device"] = CPU
         moves = func.__name__ in MOVES
-        return func(*(CPU if moves and is_number(value) else to_cpu(value) for value in args), **given)
+        return func(*(CPU if moves and is_number(value) else to_cpu(value) for value in args), **named)
 
 
 def start_mapped(start: Callable, /, thread: Thread) -> None:
@@ -113,7 +113,6 @@ def start_mapped(start: Callable, /, thread: Thread) -> None:
 
 
 def run_mapped(run: Callable, /) -> None:
-    """Runs what a thread does, mapping devices."""
     with CpuMode():
         run()
 
@@ -156,7 +155,6 @@ def init_on_cpu(init: Callable, /, self: object, module: object, *args: object, 
 
 
 def to_pageable(name: str, value: object) -> object:
-    """Has a loader pin no memory."""
     return False if name == "pin_memory" else "" if name == "pin_memory_device" else value
 
 

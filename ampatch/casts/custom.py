@@ -107,7 +107,6 @@ def matrix_power(original: Function, widen: TensorCast, *args: object, **kwargs:
 
 
 def is_half(value: object) -> bool:
-    """Whether a value is a half tensor that casts are for."""
     return _is_cast(value) and value.dtype in HALF_TYPES  # type: ignore[attr-defined]
 
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.integrations.common import find_masters, is_initialized, needs, start, validate
+from ampatch.integrations.common import find_masters, is_initialized, needs, start, validate, was_skipped
 
 with needs("accelerate"):
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import convert_to_fp32
 
 __all__ = ["AmpAccelerator"]
 
@@ -24,7 +26,7 @@ class AmpOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether an overflow skipped the last step."""
-        return is_initialized(self) and amp.step_was_skipped(self)
+        return was_skipped(self)
 
 
 class AmpMethods:
@@ -45,6 +47,13 @@ class AmpMethods:
         if optimizers:
             start(models, optimizers, self.amp_options)
         return super().prepare(*args, **kwargs)
+
+    def prepare_model(self, model: Module, *args: object, **kwargs: object) -> Module:
+        """Prepares a model, whose outputs are float32: so they are in any mixed precision of Accelerate."""
+        is_cast = cast_outputs in model._forward_hooks.values()
+        if not is_cast and self.amp_options.get("cast_model_outputs") in (None, torch.float32):
+            model.register_forward_hook(cast_outputs)
+        return super().prepare_model(model, *args, **kwargs)
 
     def prepare_optimizer(self, *args: object, **kwargs: object) -> AmpOptimizer:
         """Wraps an optimizer such that no scheduler steps where it has not."""
@@ -71,6 +80,11 @@ class AmpMethods:
     def clip_grad_value_(self, parameters: Iterable[Tensor], *args: object, **kwargs: object) -> None:
         """Clips each element of the gradients that are stepped."""
         super().clip_grad_value_(find_masters(parameters, self._optimizers), *args, **kwargs)
+
+
+def cast_outputs(model: Module, args: tuple, output: object) -> object:
+    """Casts the half tensors of an output to float32, whatever holds them."""
+    return convert_to_fp32(output)
 
 
 class AmpAccelerator(AmpMethods, Accelerator):

@@ -40,6 +40,11 @@ def is_initialized(optimizer: object) -> bool:
     return True
 
 
+def was_skipped(optimizer: object) -> bool:
+    """Whether an overflow skipped the last step of an optimizer; without a session none did."""
+    return is_initialized(optimizer) and amp.step_was_skipped(optimizer)
+
+
 def start(models: Sequence[Module], optimizers: Sequence[Optimizer], options: Mapping[str, object]) -> None:
     """Gives them their mixed precision, and has checkpoints of the optimizers hold the loss scale."""
     amp.initialize(models, optimizers, **options)

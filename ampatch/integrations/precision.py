@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.integrations.common import validate
+from ampatch.integrations.common import validate, was_skipped
 
 
 class AmpMethods:
@@ -18,12 +18,16 @@ class AmpMethods:
     def __init__(self, **options: object) -> None:
         self.options = validate(options)
 
-    def connect(self, model: Module, optimizers: list[Optimizer], schedulers: object) -> tuple[object, ...]:
+    def connect(
+        self, model: Module, optimizers: list[Optimizer], schedulers: Sequence[object]
+    ) -> tuple[object, ...]:
         """Initializes them where a `fit` begins, after the session of an earlier one has ended."""
         module = model.module if isinstance(model, DistributedDataParallel) else model
         if optimizers and module.trainer.state.fn == "fit":  # `validate` and `test` find those of a fit
             amp.uninitialize()
             amp.initialize(module, optimizers, **self.options)
+            for each in schedulers:
+                hold_back(each.scheduler, each.interval)
         return model, optimizers, schedulers
 
     def backward(
@@ -49,6 +53,22 @@ class AmpMethods:
         """Restores the loss scale, where there is one: `validate` and `test` need none."""
         if self.state_dict():
             amp.load_state_dict(state_dict)
+
+
+class HeldBack:
+    """What a scheduler does otherwise that follows steps: nothing where an overflow skipped the last one."""
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Steps, unless its optimizer did not."""
+        if not was_skipped(self.optimizer):
+            super().step(*args, **kwargs)
+
+
+def hold_back(scheduler: object, interval: str) -> None:
+    """Has a scheduler that goes from step to step count the steps that were made, and no others."""
+    if interval == "step" and hasattr(scheduler, "optimizer") and not isinstance(scheduler, HeldBack):
+        kind = type(scheduler)
+        scheduler.__class__ = type(kind.__name__, (HeldBack, kind), {})
 
 
 @contextmanager

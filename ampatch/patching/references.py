@@ -43,7 +43,7 @@ class References:
         own = {*self._own, id(objects)}
         return [
             holder
-            for holder in gc.get_referrers(*objects)
+            for holder in _get_referrers(objects)
             if id(holder) not in own and not type(holder).__module__.startswith("ampatch.")
         ]
 
@@ -155,13 +155,19 @@ class References:
             kind.__setitem__(table, new, kind.__getitem__(table, old))
 
 
+def _get_referrers(objects: Sequence[object]) -> list[object]:
+    """What refers to some objects, but for the tuple of this very question, which Python 3.13 returns too."""
+    given = tuple(objects)
+    return [holder for holder in gc.get_referrers(*given) if holder is not given]
+
+
 def _find_owners(dicts: Sequence[dict]) -> dict[int, object]:
     """The classes and caches that some dictionaries belong to, by their ids."""
     asked = [
         names for names in dicts if "__module__" in names or any(isinstance(key, tuple) for key in names)
     ]
-    found = {}
-    for owner in gc.get_referrers(*asked) if asked else ():
+    owners = {}
+    for owner in _get_referrers(asked) if asked else ():
         if isinstance(owner, type) or type(owner).__name__ == _CACHE:
-            found |= {id(names): owner for names in gc.get_referents(owner) if isinstance(names, dict)}
-    return found
+            owners |= {id(names): owner for names in gc.get_referents(owner) if isinstance(names, dict)}
+    return owners

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
 
+from ampatch.levels.loss_scale import DynamicLossScale
 from ampatch.levels.overrides import find_level
 from ampatch.levels.policy import Policy
 from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
-from ampatch.levels.ranks import has_ranks
+from ampatch.levels.ranks import find_rank, say
 from ampatch.models.float8 import describe
 from ampatch.session.request import Opening, SessionListener, device_types
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
 
 logger = logging.getLogger("ampatch")
-
-
-def find_rank() -> int | None:
-    """The rank of this process among several: that of torchrun while there is no process group yet."""
-    environ = os.environ
-    if has_ranks():
-        return torch.distributed.get_rank() if torch.distributed.get_world_size() > 1 else None
-    if environ.get("RANK", "").isdecimal() and environ.get("WORLD_SIZE", "1") != "1":
-        return int(environ["RANK"])
-    return None
-
-
-def say(text: str) -> None:
-    """Prints a line on rank 0."""
-    if not find_rank():
-        print(text, flush=True)
 
 
 class LogFilter(logging.Filter):
@@ -74,13 +58,14 @@ def warn_of_torch() -> None:
 
 
 def format_banner(policy: Policy) -> str:
-    """The options of a policy, with those that override the level's defaults marked."""
+    """What a call does, in a line, with the options that override the level's defaults."""
     defaults = find_level(policy.opt_level).options()
-    lines = [f"Selected optimization level {policy.opt_level}: {policy.summary}"]
-    for name, value in policy.options().items():
-        mark = "" if value == defaults[name] else f"  (overrides {defaults[name]})"
-        lines.append(f"  {name:<27}: {value}{mark}")
-    return "\n".join(lines)
+    words = [f"Selected optimization level {policy.opt_level}: {policy.summary}"]
+    if isinstance(policy.loss_scale, DynamicLossScale) and policy.loss_scale == defaults["loss_scale"]:
+        words.append("dynamic loss scale")
+    given = [(name, value) for name, value in policy.options().items() if value != defaults[name]]
+    words += [f"{name}={value} (not {defaults[name]})" for name, value in given]
+    return f"{', '.join(words)}; amp.explain(model) says more"
 
 
 def format_overflow(loss_id: int, before: float, after: float) -> str:

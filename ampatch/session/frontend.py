@@ -23,6 +23,7 @@ from ampatch.session.request import (
     Request,
     parse_process_group,
     returns_what_it_is_given,
+    suited_level,
     validate_names,
 )
 from ampatch.session.scalers import pick_scaler
@@ -38,7 +39,7 @@ def initialize(
     models: Models,
     optimizers: Optimizers | None = None,
     enabled: bool = True,
-    opt_level: str = "O1",
+    opt_level: str | None = None,
     cast_model_type: torch.dtype | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
@@ -75,7 +76,8 @@ def initialize(
 
     - `opt_level`: "O0" float32; "O1" (float16) and "O4" (bfloat16) patch torch's functions with
       casts; "O2" and "O5" cast the model and keep float32 master params; "O3" casts everything;
-      "O6" is O4 with the products of large linear layers in float8.
+      "O6" is O4 with the products of large linear layers in float8. By default that of an
+      earlier call; of the first call "O4" for models on a CPU, where float16 is slow, and "O1" elsewhere.
     - `dtype`: float16 or bfloat16 instead of the level's half type.
     - `loss_scale`: a number, "dynamic" or an `amp.DynamicLossScale`; `min_loss_scale` and
       `max_loss_scale` bound "dynamic". One scaler is made for each of `num_losses`.
@@ -121,6 +123,8 @@ def _initialize(
         SESSION.disable(optimizer_list)
         return returned
     options = {name: overrides.pop(name) for name in ("alarms", "post_mortem", "diagnose")}
+    if opt_level is None:
+        opt_level = SESSION.calls[-1].policy.opt_level if SESSION.calls else suited_level(model_list)
     policy = resolve(opt_level, Overrides(**overrides))  # type: ignore[arg-type]  # checked there
     _validate_num_losses(num_losses)
     if not isinstance(verbosity, int):  # True and False are 1 and 0, as scripts write

@@ -41,7 +41,6 @@ class Members:
         return copied
 
     def restore(self, others: Members) -> None:
-        """Takes the place of others, which are not used any more."""
         vars(self).update(vars(others))
 
     # Modules
@@ -65,14 +64,14 @@ class Members:
 
     def map_values(self) -> dict[int, Float32Values]:
         """The float32 values that know the modules' tensors, by the id of the tensor."""
-        found: dict[int, Float32Values] = {}
+        by_id: dict[int, Float32Values] = {}
         for module, values in self._live_modules():
             for _, tensor in list_tensors(module) if values is not None else ():
                 if tensor in values:
-                    found[id(tensor)] = values
+                    by_id[id(tensor)] = values
                 else:
-                    found.setdefault(id(tensor), values)
-        return found
+                    by_id.setdefault(id(tensor), values)
+        return by_id
 
     # Optimizers
 
@@ -119,7 +118,6 @@ class Members:
         return [amp for amp in amps if amp.thread in own]
 
     def count(self) -> int:
-        """How many optimizers there are, or names of them."""
         return len(self._optimizers)
 
     def weights(self) -> Iterator[Weight]:
@@ -132,7 +130,6 @@ class Members:
     # Calls with enabled=False
 
     def add_passive(self, optimizers: Iterable[object]) -> None:
-        """Adds optimizers that pass through."""
         self._passive += map(refer, optimizers)
 
     def is_any_passive(self, optimizers: Sequence[object]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -223,6 +224,14 @@ def _tensors(request: Request) -> list[Tensor]:
     optimizers = [unwrap_optimizer(given) for given in request.optimizers]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return of_models + [param for group in groups for param in group["params"]]
+
+
+def suited_level(models: Iterable[object]) -> str:
+    """The level of a first call that names none: O4 where each tensor of the models is on a CPU, else O1."""
+    modules = [model for model in models if isinstance(model, Module)]
+    tensors = itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in modules)
+    types = {tensor.device.type for tensor in tensors} or {torch.empty(0).device.type}
+    return "O4" if types == {"cpu"} else "O1"
 
 
 def device_types(request: Request) -> set[str]:

@@ -12,6 +12,7 @@ import torch
 from ampatch.casts.cast import CASTS
 from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.levels.loss_scale import StaticLossScale
+from ampatch.levels.ranks import say
 from ampatch.models.cast_tensor import Shared, list_parts
 from ampatch.models.kept import select_named
 from ampatch.models.memory import keep_freed_memory
@@ -23,7 +24,7 @@ from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
-from ampatch.session.announce import Announcer, LogFilter, say, warn_of_torch
+from ampatch.session.announce import Announcer, LogFilter, warn_of_torch
 from ampatch.session.attachments import Attachments
 from ampatch.session.backwards import MasterBackwards, ScaledBackwards
 from ampatch.session.distributed import DistributedPatch
@@ -129,7 +130,7 @@ class Session(Surroundings):
             self._patching.push(patching.pop_all())
         # Nothing raises from here on: what follows cannot be undone exactly.
         for amp in amps:
-            self._attachments.drop_scaled("initialize", amp.model_params())
+            self._attachments.drop_scaled("initialize", amp.masters.model_params())
         self.data_watch.halved.clear()  # by this call
         if policy.is_pure_half:
             caster.forget_originals()
@@ -224,7 +225,6 @@ class Session(Surroundings):
         return not self.calls or self.members.is_any_passive(optimizers)
 
     def require_open(self) -> None:
-        """Raises NotInitializedError before `initialize`."""
         if not self.calls and not self.is_disabled:
             raise NotInitializedError(
                 "ampatch is not initialized: call amp.initialize(model, optimizer) first"

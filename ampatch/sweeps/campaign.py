@@ -13,9 +13,12 @@ from ampatch.sweeps.judge.summary import summarize
 from ampatch.sweeps.plan import Plan, PlannedRun
 from ampatch.sweeps.processes.runner import Execute, execute
 from ampatch.sweeps.results import Results
-from ampatch.sweeps.rows import Ending, Run, Sweep
+from ampatch.sweeps.rows import BASELINE, LEVELS, Ending, Run, Sweep, finished
 from ampatch.sweeps.switches import find_switches
 from ampatch.tools.stop import Stop
+
+# Times as long as O0 has taken: a level that needs more gains nothing, whatever it comes to.
+PATIENCE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,8 @@ class SweepCampaign:
     def carry_out(self, show: Show) -> None:
         """Executes run after run until the last one or until it is stopped, and saves what was measured.
 
-        A row that timed out is not run again. Raises AmpValueError if the first run shows that the script
-        cannot be compared.
+        A row that timed out, or was cut short, is not run again. Raises AmpValueError if the first run shows
+        that the script cannot be compared.
         """
         ahead = self._without_made(list(self._plan.runs()))
         while ahead and not self._stop:
@@ -66,12 +69,26 @@ class SweepCampaign:
     def _prepared(self, run: PlannedRun) -> PlannedRun:
         # A script may change the working directory.
         logs = str(self._results.logs.absolute())
-        return replace(run, directory=logs, earlier=tuple(record.training for record in self.records))
+        earlier = tuple(record.training for record in self.records)
+        return replace(run, directory=logs, earlier=earlier, limits=self._limits(run))
+
+    def _limits(self, run: PlannedRun) -> tuple[float, float] | None:
+        """Returns after how many seconds a run of a level that its user did not name is cut short.
+
+        Ranks are not: they would stop at different steps, and wait for each other.
+        """
+        of_all = run.row in LEVELS and run.row != BASELINE and not self._plan.settings.in_full
+        origin = [it for it in finished(self.records, BASELINE) if it.processor_ms]
+        if not of_all or run.nproc_per_node or not origin:
+            return None
+        seconds = max((it.training.ended - it.training.began) / 1e9 for it in origin)
+        busy = max(it.steps * it.processor_ms / 1000 for it in origin)
+        return PATIENCE * seconds, PATIENCE * busy
 
     def _without_made(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-        """Leaves out the runs that were made, and those of rows that timed out."""
+        """Leaves out the runs that were made, and those of rows that took too long."""
         made = [{"row": it.row, "seed": it.seed, "repeat": it.repeat} for it in self.records]
-        slow = {it.row for it in self.records if it.outcome is Ending.TIMED_OUT}
+        slow = {it.row for it in self.records if it.outcome in (Ending.TIMED_OUT, Ending.CUT)}
         return [run for run in runs if run.identity() not in made and run.row not in slow]
 
     def _progress(

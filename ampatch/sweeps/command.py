@@ -26,7 +26,10 @@ went well, 1 a run failed, 2 bad input, 130 after Ctrl-C."""
 
 # What is run, and what is made of it: options of no value are flags.
 OPTIONS: dict[str, tuple[dict[str, object], str]] = {
-    "levels": ({"metavar": "L,..."}, f"by commas; default: those of {','.join(LEVELS)} that run here"),
+    "levels": (
+        {"metavar": "L,..."},
+        f"by commas; default: those of {','.join(LEVELS)} that run here, cut short where they are slow",
+    ),
     "variant": (
         {"metavar": "'L NAME=VALUE...'", "action": "append"},
         "a level with arguments of initialize, such as 'O2 loss_scale=128'; may be repeated",
@@ -83,7 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     levels = ",".join(list_possible()) if arguments.levels is None else arguments.levels
     rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
     given = {name: value for name in (*LEAST, "isolate") if (value := getattr(arguments, name)) is not None}
-    plan = make_plan(find_script(arguments), rows, **given)
+    in_full = arguments.levels is not None
+    plan = make_plan(find_script(arguments), rows, in_full=in_full, **given)
     return sweep(plan, arguments.out, resume=bool(arguments.resume))
 
 

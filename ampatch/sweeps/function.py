@@ -74,6 +74,7 @@ def sweep(
         require_here(timeout)
     script = Script(CHILD, (place, LEVEL, SEED), is_module=True)
     asked = {"seeds": seeds, "repeat": repeat, "steps": steps, "timeout": timeout}
+    asked |= {"in_full": levels is not None}
     asked |= {"warmup": DEFAULTS.warmup if warmup is None else warmup, "tolerance": tolerance}
     plan = make_plan(
         script, parse_rows(list_possible() if levels is None else levels, variants), name_of(train), **asked

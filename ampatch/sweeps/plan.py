@@ -42,7 +42,8 @@ class PlannedRun:
 
     `directory` takes its files, of which the child writes all but the log. `shift_seeds` says that the seeds
     which the script sets itself are to be moved by `seed`: it has not been told the seed. `autocast_dtype` is
-    None for a row without torch.autocast.
+    None for a row without torch.autocast. `limits` are seconds, and seconds of the processors: a run that has
+    needed more of both is far slower than O0, and cut short.
     """
 
     row: str
@@ -58,6 +59,7 @@ class PlannedRun:
     nproc_per_node: int | None = None  # ranks, which torch.distributed.run starts
     isolate: bool = False
     earlier: tuple[Training, ...] = ()  # runs of the sweep, whose files it must not read
+    limits: tuple[float, float] | None = None
 
     def file(self, kind: str) -> Path:
         """Returns the file of a kind.
@@ -81,6 +83,7 @@ class PlannedRun:
         fields = json.loads(text)
         script = fields["script"]
         fields["earlier"] = tuple(Training(**each) for each in fields["earlier"])
+        fields["limits"] = fields["limits"] and tuple(fields["limits"])
         return cls(**fields | {"script": Script(**script | {"arguments": tuple(script["arguments"])})})
 
 

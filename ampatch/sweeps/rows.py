@@ -31,6 +31,7 @@ class Ending(Word):
     CRASHED = "crashed"
     TIMED_OUT = "timed out"
     NO_STEPS = "no steps"
+    CUT = "cut short"  # by the sweep: it was far slower than O0
     INTERRUPTED = "interrupted"
 
 
@@ -40,6 +41,7 @@ class Verdict(Word):
     BASELINE = "baseline"
     SAME = "same"
     WORSE = "worse"
+    SLOW = "slow"  # so much that its run was cut short
     UNSURE = "unsure"  # worse, by what chance may be: one seed cannot tell
     DIVERGED = "diverged"
     FAILED = "failed"
@@ -133,8 +135,8 @@ class Run:
 
     @property
     def failed(self) -> bool:
-        """Says whether the run has nothing to compare."""
-        return self.outcome is not Ending.FINISHED
+        """Says whether the run has no times to compare."""
+        return self.outcome not in (Ending.FINISHED, Ending.CUT)
 
     @property
     def name(self) -> str:
@@ -234,7 +236,8 @@ class Level:
 class Settings:
     """The arguments of a sweep; `rows` are its levels and variants, `arguments` the script's own.
 
-    With `isolate` each run had a copy of the working directory. `digest` tells the script's text from others.
+    With `isolate` each run had a copy of the working directory. `in_full` are sweeps whose rows were named by
+    their user, of which no run is cut short. `digest` tells the script's text from others.
     """
 
     script: str
@@ -248,6 +251,7 @@ class Settings:
     tolerance: float = 2.0
     nproc_per_node: int | None = None
     isolate: bool = False
+    in_full: bool = False
     digest: str = ""
 
     @property
@@ -314,8 +318,8 @@ def find_level(rows: Iterable[Level], name: str | None = BASELINE) -> Level | No
 
 
 def finished(runs: Iterable[Run], row: str | None = None) -> list[Run]:
-    """Returns the runs that have something to compare, of one level if it is named."""
-    return [it for it in runs if not it.failed and row in (None, it.row)]
+    """Returns the runs that came to their end, of one level if it is named."""
+    return [it for it in runs if it.outcome is Ending.FINISHED and row in (None, it.row)]
 
 
 # ---- Short names of rows, for tables and charts: a level has its own, variants are V1, V2 and so on ----

@@ -8,16 +8,27 @@ from collections.abc import Iterable, MutableMapping
 from types import MappingProxyType
 
 import ampatch as amp
-from ampatch.apex.amp._amp_state import OptLevel, Properties, _amp_state
+from ampatch.apex.amp._amp_state import Properties, _amp_state, list_options
 from ampatch.apex.amp._process_optimizer import attach
 from ampatch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from ampatch.apex.amp.lists.edits import register_edits
 from ampatch.apex.fp16_utils import FP16_Optimizer
+from ampatch.levels.ranks import say
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
-opt_levels = MappingProxyType({name: OptLevel(policy) for name, policy in amp.OPT_LEVELS.items()})
 
+def set_level(policy: amp.Policy, properties: Properties) -> Properties:
+    """Sets the defaults of a level on options, and returns them."""
+    properties.update(list_options(policy))
+    return properties
+
+
+opt_levels = MappingProxyType(
+    {name: functools.partial(set_level, policy) for name, policy in amp.OPT_LEVELS.items()}
+)
+
+PLACE_OF_LEVEL = 4  # among what is passed by position
 OVERRIDES = (functional_overrides, torch_overrides, tensor_overrides)
 
 
@@ -32,13 +43,17 @@ def initialize(*args: object, **kwargs: object) -> object:
     optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     if kwargs.get("enabled", args[2] if len(args) > 2 else True):
         _refuse_fp16_optimizers(optimizers)
+    if len(args) < PLACE_OF_LEVEL and kwargs.get("opt_level") is None:
+        kwargs["opt_level"] = "O1"
     with _amp_state.listening():
         returned = amp.initialize(*args, **kwargs)
-        given = inspect.signature(amp.initialize).bind(*args, **kwargs)
-        given.apply_defaults()
+        bound = inspect.signature(amp.initialize).bind(*args, **kwargs)
+        bound.apply_defaults()
         for name in ("verbosity", "min_loss_scale", "max_loss_scale"):
-            setattr(_amp_state, name, given.arguments[name])
+            setattr(_amp_state, name, bound.arguments[name])
         if _amp_state.was_enabled:
+            if _amp_state.verbosity >= 1:
+                say(format_options(_amp_state.policy))
             for optimizer in optimizers:
                 _amp_state.attached += attach(optimizer)
     return returned
@@ -53,8 +68,26 @@ def _refuse_fp16_optimizers(optimizers: Iterable[object]) -> None:
             )
 
 
+def format_options(policy: amp.Policy) -> str:
+    """The options of a policy, a line each, with the level's default where it differs."""
+    defaults = amp.OPT_LEVELS[policy.opt_level].options()
+    lines = []
+    for name, value in policy.options().items():
+        mark = "" if value == defaults[name] else f"  (overrides {defaults[name]})"
+        lines.append(f"  {name:<27}: {value}{mark}")
+    return "\n".join(lines)
+
+
+def _signature() -> inspect.Signature:
+    """That of `ampatch.initialize` with apex's default of the level."""
+    signature = inspect.signature(amp.initialize)
+    parameters = dict(signature.parameters)
+    parameters["opt_level"] = parameters["opt_level"].replace(default="O1")
+    return signature.replace(parameters=list(parameters.values()))
+
+
 # `inspect.getfullargspec`, by which trainers select the arguments, does not look behind a wrapper.
-initialize.__signature__ = inspect.signature(amp.initialize)  # type: ignore[attr-defined]
+initialize.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def state_dict(destination: MutableMapping | None = None) -> MutableMapping:

@@ -79,7 +79,6 @@ def child_command(own: Sequence[str]) -> list[str]:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -30,8 +30,10 @@ LESS_MEMORY = 0.05
 # needed 1.4 times the processors' time of O0, and on an idle machine as much. What is beyond that is its own.
 CLEARLY_MORE = 1.5
 SMALL_STEP = 10.0  # ms; in a shorter one there is little arithmetic to speed up
+JUDGED = (Verdict.SAME, Verdict.WORSE, Verdict.UNSURE)
 WITHOUT = "Without O0 there is nothing to compare with"
 FASTEST = "O0 is the fastest here: nothing gains"
+ELSEWHERE = "On a GPU, or a CPU with AVX512-BF16 or AMX, the same command may recommend a level."
 ALONE = "Run it on a machine that does nothing else"
 
 Advice = tuple[Outcome, str | None, str]
@@ -52,8 +54,9 @@ def advise(
     if row is not None:
         chosen = find_level(rows, row)
         sentences += [about_equals(chosen, others), about_disturbed(others), about_autocast(chosen, rows)]
-        sentences.append(about_seeds(settings, runs))
-    sentences += [about_metrics(rows, runs), about_the_rest(settings, runs)]
+    if any(row.verdict in JUDGED for row in others):
+        sentences += [about_seeds(settings, runs) if row else "", about_metrics(runs)]
+    sentences.append(about_the_rest(settings, runs))
     return Recommendation(outcome, row, " ".join(filter(None, sentences)))
 
 
@@ -124,10 +127,13 @@ def choose(
     if o0.verdict is Verdict.FAILED:
         return unknown(f"O0 cannot be relied on ({o0.reason}), and no level of its accuracy is faster.")
     if best is None:
+        if all(row.verdict is Verdict.SLOW for row in others):
+            return stay(why_slow(environment, rows))
         verdicts = ", ".join(f"{row.name} {unknown_or(row)}" for row in others)
         unsure = any(row.verdict is Verdict.UNSURE for row in others)
         slower = ", and those of which one seed cannot tell are slower" if unsure else ""
-        return stay(f"No other level has the accuracy of O0{slower}: {verdicts}.")
+        near = " and comes near its speed" if any(row.verdict is Verdict.SLOW for row in others) else ""
+        return stay(f"No other level has the accuracy of O0{near}{slower}: {verdicts}.")
     return stay(say_slow(o0, best, environment, rows))
 
 
@@ -246,7 +252,8 @@ def why_slow(environment: Environment, rows: Sequence[Level]) -> str:
     }
     found = [reason for reason, holds in reasons.items() if holds]
     because = f" ({'; '.join(found)})" if found else ""
-    return f"{FASTEST}{because}."
+    where = "" if environment.has_bfloat16 else f" {ELSEWHERE}"
+    return f"{FASTEST}{because}.{where}"
 
 
 def is_bfloat16(name: str) -> bool:
@@ -295,10 +302,9 @@ def about_seeds(settings: Settings, runs: Sequence[Run]) -> str:
     return "The seeds changed nothing: does the script set its own?" if len(results) == 1 else ""
 
 
-def about_metrics(rows: Sequence[Level], runs: Sequence[Run]) -> str:
+def about_metrics(runs: Sequence[Run]) -> str:
     """Says so if no metric was compared, and which line of the script would change that."""
-    was_judged = any(row.verdict in (Verdict.SAME, Verdict.WORSE, Verdict.UNSURE) for row in rows)
-    if not was_judged or compared_metrics(finished(runs)):
+    if compared_metrics(finished(runs)):
         return ""
     line = "amp.report(accuracy=...) in the script (import ampatch as amp)"
     return f"Only the training loss was compared. The line {line} changes that."
@@ -306,5 +312,7 @@ def about_metrics(rows: Sequence[Level], runs: Sequence[Run]) -> str:
 
 def about_the_rest(settings: Settings, runs: Sequence[Run]) -> str:
     """Says so if not all of the runs were made, and how to make the others."""
-    made = sum(run.outcome is not Ending.INTERRUPTED for run in runs)
-    return f"Only {made} of {settings.runs} runs were made." if made < settings.runs else ""
+    over = {run.row for run in runs if run.outcome is Ending.CUT}
+    made = sum(run.outcome is not Ending.INTERRUPTED for run in runs if run.row not in over)
+    planned = settings.runs - len(over) * settings.seeds * settings.repeat
+    return f"Only {made} of {planned} runs were made." if made < planned else ""

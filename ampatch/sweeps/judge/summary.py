@@ -42,7 +42,8 @@ def summarize(settings: Settings, environment: Environment, runs: Sequence[Run])
         moved = () if name.split()[:1] == [AUTOCAST] else yardstick
         found = distances(done, baseline, moved, settings.tolerance)
         verdict = judge(name, own, baseline, *found, settings.tolerance)
-        levels.append(make_level(name, own, select_alike(done, baseline), found, verdict))
+        timed = select_alike([run for run in own if not run.failed], baseline)
+        levels.append(make_level(name, own, timed, found, verdict))
     rows = add_ratios(levels)
     return Sweep(settings, environment, tuple(runs), rows, advise(settings, environment, ordered, rows))
 

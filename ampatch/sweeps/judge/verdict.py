@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ampatch.sweeps.judge.statistics import compared_metrics, finite, sample_of
+from ampatch.sweeps.judge.statistics import compared_metrics, divide, finite, median_of, sample_of
 from ampatch.sweeps.rows import BASELINE, Curve, Distance, Ending, Run, Verdict
 from ampatch.tools.numbers import ASCII
 
@@ -17,7 +17,9 @@ RISE = 0.1
 ROUNDED, TINY = 2**-8, 1e-7
 OWN_FILES = "give each run files of its own, with {run} in the arguments of the script, or --isolate"
 OTHER_LENGTH = 0.9  # of the steps of O0: scripts that stop early stop a little apart
+CUT_SHORT = "cut short, which --levels with the level's name does not do"
 NAMED = 2  # losses and metrics that a reason names
+SLOWER = 1.5  # times the time of O0 a step: less is not slow enough to be told after few steps
 
 
 def judge(
@@ -42,6 +44,8 @@ def judge(
         return Verdict.FAILED, failure
     if name != BASELINE and (start := why_other_start(runs, baseline)):
         return Verdict.UNKNOWN, start
+    if cut := next((run for run in runs if run.outcome is Ending.CUT), None):
+        return judge_cut(cut, baseline)
     if divergence := why_diverged(runs, baseline, loss, tolerance):
         return Verdict.DIVERGED, divergence
     if name == BASELINE:
@@ -49,6 +53,12 @@ def judge(
     if obstacle := why_not_compared(runs, baseline, loss, metrics) or other_length(runs, baseline):
         return Verdict.UNKNOWN, obstacle
     return compare_values([("loss", loss), *metrics.items()], tolerance)
+
+
+def judge_cut(run: Run, baseline: Sequence[Run]) -> tuple[Verdict, str]:
+    """Judges a level whose run was cut short: it is slow, unless the time went into a few long steps."""
+    ratio = divide(run.step_ms, median_of(baseline, "step_ms"))
+    return Verdict.SLOW if ratio and ratio >= SLOWER else Verdict.UNKNOWN, CUT_SHORT
 
 
 def why_dependent(runs: Sequence[Run]) -> str:

@@ -33,9 +33,13 @@ class Load:
     def _read_times(self) -> list[int]:
         return read_times(self._stat, self._cpus) if self._stat else []
 
+    def passed(self) -> tuple[float, float]:
+        """Returns the seconds since it began, and those that the processors have worked for this process."""
+        return time.perf_counter() - self._wall, time.process_time() - self._ran
+
     def fields(self, steps: int) -> dict[str, float | None]:
         """Returns what it waited, in so many steps: fields of a `Run`."""
-        ran, wall = time.process_time() - self._ran, time.perf_counter() - self._wall
+        wall, ran = self.passed()
         voluntary, forced = (now - old for now, old in zip(read_switches(), self._switches, strict=True))
         threads = [
             [(now - old) / 1e9 for now, old in zip(times, self._threads.get(thread, (0, 0)), strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import weakref
 from collections import defaultdict
@@ -20,13 +21,14 @@ from ampatch.sweeps.measure.memory import kept_mib, peak_memory, sample_weights
 from ampatch.sweeps.measure.reads import ReadWatch
 from ampatch.sweeps.measure.scales import ScaleHistory
 from ampatch.sweeps.measure.steps import DeviceClock, HostClock, StepTimes
-from ampatch.sweeps.rows import Curve
+from ampatch.sweeps.rows import Curve, Ending
 
 if TYPE_CHECKING:  # which imports torch's compiler
     from ampatch.sweeps.measure.yardstick import Autocast
 
 LARGEST_STEP = 2**53  # up to which floats are whole numbers
 LOOKED_AT = 2  # the step before which bytes are counted: the first with all of the optimizer's state
+LEAST_STEPS = 6  # of a run that is cut short: three of them are timed
 
 
 class EnoughSteps(BaseException):
@@ -37,8 +39,9 @@ class Recorder(amp.Observer):
     """Measures one run by what observers are told.
 
     On a GPU time is taken by events, and losses and scales are read later: it costs no host sync a step.
-    Raises EnoughSteps out of the step after which `limit` steps are done, after `tell_limit`, and out of any
-    that a script makes nevertheless; nothing of these is measured.
+    Raises EnoughSteps out of the step after which `limit` steps are done, or more than both `limits` were
+    needed (seconds, and seconds of the processors), after `tell_limit`, and out of any that a script makes
+    nevertheless; nothing of these is measured.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class Recorder(amp.Observer):
         limit: int | None = None,
         tell_limit: Callable[[], None] | None = None,
         reads: ReadWatch | None = None,
+        limits: tuple[float, float] | None = None,
     ) -> None:
         self.yardstick: Autocast | None = None
-        self._limit, self._tell_limit = limit, tell_limit
+        self._limit, self._limits, self._tell_limit = limit, limits, tell_limit
+        self._outcome = Ending.FINISHED
         self._is_over = self._initialized = self._refused = False
         self._times = StepTimes(HostClock())
         self._losses, self._scales = Losses(), ScaleHistory()
@@ -100,11 +105,20 @@ class Recorder(amp.Observer):
         self._losses.end_step(steps)
         self._scales.add_step(steps, optimizer)
         self._load = self._load or Load()
-        if is_new and self._limit is not None and steps >= self._limit:
+        if is_new and self._has_enough(steps):
             self._is_over = True
             if self._tell_limit is not None:
                 self._tell_limit()
             raise EnoughSteps
+
+    def _has_enough(self, steps: int) -> bool:
+        if self._limit is not None and steps >= self._limit:
+            return True
+        if self._limits is None or steps < LEAST_STEPS:
+            return False
+        is_slow = all(map(operator.gt, self._load.passed(), self._limits))
+        self._outcome = Ending.CUT if is_slow else self._outcome
+        return is_slow
 
     def on_report(self, metrics: Mapping[str, object]) -> None:
         """Keeps the metrics that are numbers, at the step reported with them, else at the present one."""
@@ -137,6 +151,7 @@ class Recorder(amp.Observer):
         scales = self._scales.build()
         read = self._reads.close(self._began) if self._reads else {}
         return {
+            "outcome": self._outcome if self._times.steps else Ending.NO_STEPS,
             "initialized": self._initialized or self._refused,
             "steps": self._times.steps,
             "skipped": self._scales.skipped(),

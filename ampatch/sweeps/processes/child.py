@@ -39,7 +39,7 @@ def carry_out(run: PlannedRun) -> None:
     audit = Audit()
     audit.listener = ReadWatch(run.earlier, folders_of(run.script))
     # A script that goes on after its last step, whatever is raised, may have to be ended by force.
-    recorder = Recorder(run.steps, lambda: write(run, recorder), audit.listener)
+    recorder = Recorder(run.steps, lambda: write(run, recorder), audit.listener, run.limits)
     signal.signal(signal.SIGTERM, exit_at_signal)
     try:
         apex.install(post_mortem=False, **run.overrides)

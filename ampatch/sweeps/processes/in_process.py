@@ -46,17 +46,16 @@ def execute_here(train: Train) -> Execute:
     def execute(run: PlannedRun, timeout: float | None, stop: Stop) -> Run:
         reset_peak()
         audit.listener = ReadWatch(run.earlier)
-        recorder = Recorder(run.steps, reads=audit.listener)
+        recorder = Recorder(run.steps, reads=audit.listener, limits=run.limits)
         start = time.monotonic()
         error = train_here(train, run, recorder)
         seconds, measured = time.monotonic() - start, recorder.measured(run.warmup)
         audit.listener = None
-        outcome = Ending.FINISHED if measured["steps"] else Ending.NO_STEPS
         cause, lines = "" if measured["steps"] else NO_STEPS, ()
         if error is not None:
-            outcome, cause = Ending.CRASHED, line_of(error)
+            measured["outcome"], cause = Ending.CRASHED, line_of(error)
             lines = lines_of("".join(traceback.format_exception(error)))
-        facts = {"outcome": outcome, "seconds": seconds, "cause": cause, "lines": lines}
+        facts = {"seconds": seconds, "cause": cause, "lines": lines}
         return Run(**run.identity(), **facts, ended=time.time_ns(), **measured)
 
     return execute

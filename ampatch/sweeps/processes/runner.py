@@ -71,7 +71,7 @@ def judge(status: int, measured: Run | None) -> Ending:
     """Names how a run ended that ended by itself."""
     if status != 0 or measured is None:
         return Ending.CRASHED
-    return Ending.FINISHED if measured.steps else Ending.NO_STEPS
+    return measured.outcome
 
 
 def explain(outcome: Ending, status: int, lines: tuple[str, ...], stop: Stop) -> str:

@@ -79,7 +79,7 @@ def write(sweep: Sweep) -> str:
     keys = keys_of(row.name for row in sweep.rows)
     lines = [title(sweep), *table_lines(sweep, keys)]
     lines += wrap(*(f"{key}: {name}" for name, key in keys.items() if name != key))
-    lines += wrap(*(f"{keys[row.name]} {said}" for row in sweep.rows for said in said_of(row)))
+    lines += wrap(*said_of_rows(sweep.rows, keys))
     lines += [failure_of(run, keys[run.row]) for run in sweep.records if run.failed]
     lines += ["", *wrap(said_of_columns(sweep)), "", *wrap(said_of_choice(sweep.recommendation, keys))]
     return "\n".join(map(printable, lines))
@@ -115,6 +115,15 @@ def aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 def verdict_of(row: Level) -> str:
     """Writes the verdict about a level."""
     return row.verdict.value if row.runs else "not run"
+
+
+def said_of_rows(rows: Sequence[Level], keys: Mapping[str, str]) -> list[str]:
+    """Returns what is to be said of rows, each text once, after the short names of those it is about."""
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        for text in said_of(row):
+            texts.setdefault(text, []).append(keys[row.name])
+    return [f"{', '.join(names)} {text}" for text, names in texts.items()]
 
 
 def said_of(row: Level) -> Iterator[str]:

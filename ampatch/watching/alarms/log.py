@@ -11,7 +11,7 @@ from typing import Protocol, cast
 from torch.utils.hooks import RemovableHandle
 
 from ampatch.errors import AmpError, AmpTypeError, AmpValueError
-from ampatch.session.announce import find_rank
+from ampatch.levels.ranks import find_rank
 from ampatch.session.inspection import cast_counts
 from ampatch.session.scalers import loss_scalers, pick_scaler
 from ampatch.session.session import SESSION

@@ -123,7 +123,7 @@ class ScaleWatch:
         """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""
         asked = [scaler.was_asked() for scaler in self._list_scalers()]  # all of them: it resets them
         return any(asked) or not any(
-            param.grad.detach().any() for param in amp.model_params() if param.grad is not None
+            param.grad.detach().any() for param in amp.masters.model_params() if param.grad is not None
         )
 
 

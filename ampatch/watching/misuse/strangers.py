@@ -94,7 +94,7 @@ class StrangerWatch:
     def begin_block(self, block: ScaledLoss) -> None:
         """Notes the gradients of strangers before a block that scales."""
         amps = self._members.optimizers() if block.scale.capture is None else ()
-        known = {id(param) for amp in amps for param in (*amp.params(), *amp.model_params())}
+        known = {id(param) for amp in amps for param in (*amp.params(), *amp.masters.model_params())}
         for stranger in self._list() if amps else ():
             stranger.begin_block(known)
 

@@ -228,7 +228,6 @@ class Unpickler(pickle._Unpickler):  # the one in Python: that in C lets nobody 
             self.append(self._refuse(f"a persistent {kind!r}"))
 
     def load_refused(self) -> None:
-        """Stops at an opcode that does more than hold data."""
         raise RefusedError(["opcodes that run what they name"])
 
 
