@@ -40,7 +40,7 @@ from ampatch.doctor.instruments.values import (
 
 
 class Trace(Rule):
-    """Watches the attempts in `window`, None: all; then, and after `last`, the script ends unless it `goes_on`."""
+    """Watches the attempts in `window`, None: all; unless it `goes_on`, it ends after them and `last`."""
 
     looks_inside = True
 
