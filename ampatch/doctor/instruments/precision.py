@@ -136,7 +136,7 @@ class LoweredRates(Instrument):
 
 
 class Keeper(Instrument):
-    """Has modules, named by their dotted paths, run in float32 under torch.autocast, by the lines of `Keep`."""
+    """Has modules, named by their paths, run in float32 under torch.autocast, by the lines of `Keep`."""
 
     def __init__(self, names: Collection[str], clock: Clock) -> None:
         super().__init__(clock)
