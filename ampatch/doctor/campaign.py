@@ -120,7 +120,8 @@ class Campaign:
         is_whole = not (findings or self.ended)
 
         def learns_less() -> bool:
-            return is_whole and fall_of(self._alone().attempts) >= fall_of(attempts[:ENOUGH]) + LESS
+            best = fall_of(self._alone().attempts[:ENOUGH]) if is_whole else 0.0
+            return is_whole and best >= fall_of(attempts[:ENOUGH]) + LESS
 
         silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), learns_less))
         tryable = next((it for it in silent if can_try(it, self.run)), None)
@@ -211,7 +212,10 @@ class Campaign:
         run = replace(self.run, level="O0", float32=True, goes_on=True, sample=sample)
         if self.spent[0] > LONG and seen.suspects:
             self.enough = seen.suspects[:MOST_TRACED][-1] + ENOUGH
-        return self._start("float32", replace(run, traces=bool(window), window=window, most=self.enough))
+        run = replace(run, traces=bool(window), window=window, most=self.enough)
+        again = self._start("float32", run)
+        self.first_in_float32 = again if sample is None else None  # which has weights of another run
+        return again
 
     def _alone(self) -> Seen:
         """Returns what the first steps of the script are in float32, of one run."""
