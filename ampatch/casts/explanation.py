@@ -95,10 +95,10 @@ class Explanation:
 
     def groups(self) -> list[tuple[Name, ...]]:
         """The names by what happens to them, in the order of the first of each group."""
-        found: dict[object, list[Name]] = {}
+        by_effect: dict[object, list[Name]] = {}
         for name in self.names:
-            found.setdefault((name.cast, name.effects()), []).append(name)
-        return [tuple(names) for names in found.values()]
+            by_effect.setdefault((name.cast, name.effects()), []).append(name)
+        return [tuple(names) for names in by_effect.values()]
 
     def __str__(self) -> str:
         blocks = [f"{self.op}, at each level"]

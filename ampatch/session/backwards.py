@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
+from types import GetSetDescriptorType
 from typing import TypeGuard
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,21 @@ from ampatch.steps.scaler import Scale
 
 MANY = 8  # blocks that have ended, of which a backward may still begin at what came of their losses
 MARK = "ampatch.scale"  # by which the graph of a scaled loss knows its scale
+
+
+class AssignedGrad(property):
+    """`Tensor.grad` with another way to assign it.
+
+    torch looks up `Tensor.grad.__get__` and its like to tell modes and subclasses of tensors what is asked
+    for: these stay torch's own, which it knows by identity.
+    """
+
+    def __init__(
+        self, original: GetSetDescriptorType, assign: Callable[[Tensor, Tensor | None], None]
+    ) -> None:
+        super().__init__(original.__get__, assign, functools.partial(assign, grad=None), original.__doc__)
+        for name in ("__get__", "__set__", "__delete__"):
+            vars(self)[name] = getattr(original, name)
 
 
 class MasterBackwards(SessionPatch):
@@ -59,8 +75,7 @@ class MasterBackwards(SessionPatch):
             else:
                 weight.assign_grad(tensor, grad)
 
-        delete = functools.partial(assign, grad=None)
-        patcher.replace(Tensor, "grad", property(original.__get__, assign, delete, original.__doc__))
+        patcher.replace(Tensor, "grad", AssignedGrad(original, assign))
 
     def _watch(self, run: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(run)

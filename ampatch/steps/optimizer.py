@@ -240,12 +240,10 @@ class AmpOptimizer:
     def read_grads(self) -> None:
         """Has both sides of masters agree, for who reads them; unscales what waits for ranks."""
         with self._lock as is_free:
-            if is_free and self.phase is Phase.LOCAL:
-                if self.block is not None:
-                    return  # which unscales them at its end, as those of any block
-                self._read_local()
-            elif is_free:
+            if is_free and self.phase is not Phase.LOCAL:
                 self.grads.share()
+            elif is_free and self.block is None:  # or the end of the block unscales them, as any
+                self._read_local()
 
     def _read_local(self) -> None:
         scale, self._found_inf = self.scale, self._unscale_held()
