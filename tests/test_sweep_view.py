@@ -134,7 +134,7 @@ def test_the_caption_says_how_the_columns_were_measured():
     assert "peak MiB: device memory." in said
     assert "in spreads (the standard deviation of O0 over the seeds); below -2 is worse" in said
     said = sentence_of(write(sweep(record("O0"), record("O1"), tolerance=3.5)))
-    assert "losses, or what its last values vary or 0.5 % of O0's value); below -3.5 is worse" in said
+    assert "losses and the deviation of its last values; 0.5 % of O0's value); below -3.5 is worse" in said
 
 
 @pytest.mark.parametrize(
