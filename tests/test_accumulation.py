@@ -179,6 +179,45 @@ def test_what_a_rank_kept_is_unscaled_once_if_masters_are_read_inside_the_block(
     run.step(BATCHES[0] + BATCHES[1])
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0, amp.DynamicLossScale(SCALE)], ids=str)
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.filterwarnings("ignore:backward.. outside of scale_loss")
+def test_a_plain_backward_adds_to_what_a_rank_kept(level, loss_scale, is_read, count, one_rank):
+    run = Beside(level, loss_scale=loss_scale)
+    wrapped = torch.nn.parallel.DistributedDataParallel(run.model)
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        with wrapped.no_sync():
+            run_block(wrapped, run.optimizer, BATCHES[0])
+        if is_read:
+            assert snapshot(run.grad) == snapshot(BATCHES[0])
+        for _ in range(count - 1):
+            with wrapped.no_sync():
+                wrapped(BATCHES[1]).float().sum().backward()
+        wrapped(BATCHES[1]).float().sum().backward()
+        assert snapshot(run.grad) == snapshot(BATCHES[0] + count * BATCHES[1])
+        run_block(wrapped, run.optimizer, BATCHES[2])
+        run.step(BATCHES[0] + count * BATCHES[1] + BATCHES[2])
+
+
+@LEVELS
+def test_a_block_at_another_scale_adds_to_what_a_rank_kept(level, one_rank):
+    run = Beside(level, loss_scale=128.0, num_losses=2)
+    amp.set_loss_scale(4.0, loss_id=1)
+    other = Scalar()
+    wrapped = torch.nn.parallel.DistributedDataParallel(run.model)
+    stranger = MOMENTUM(other.parameters())
+    amp.initialize(other, stranger, opt_level=level, loss_scale=8.0, verbosity=0)
+    with wrapped.no_sync():
+        run_block(wrapped, run.optimizer, BATCHES[0])
+    loss = wrapped(BATCHES[1]).float().sum() + other(BATCHES[0]).float().sum()
+    scaled_backward(loss, stranger)
+    run_block(wrapped, run.optimizer, BATCHES[2], loss_id=1)
+    run.step(BATCHES[0] + BATCHES[1] + BATCHES[2])
+
+
 @shows("optimizers-master-params")
 @LEVELS
 def test_clipping_master_params_clips_unscaled_gradients(level):

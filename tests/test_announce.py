@@ -178,6 +178,12 @@ def test_a_call_that_names_no_level_takes_one_that_suits_the_device(capsys, devi
         assert f"level {level}:" in capsys.readouterr().out
 
 
+def test_a_later_call_that_names_no_level_takes_that_of_the_call_before(capsys):
+    amp.initialize(nn.Linear(3, 2), opt_level="O2")
+    amp.initialize(nn.Linear(3, 2))
+    assert [line[28:30] for line in capsys.readouterr().out.splitlines()] == ["O2", "O2"]
+
+
 def test_verbosity_1_says_no_casts(capsys):
     model = amp.initialize(nn.Linear(3, 2), opt_level="O4", verbosity=1)
     capsys.readouterr()

@@ -6,9 +6,7 @@ import inspect
 import pickle
 import types
 import weakref
-from collections import OrderedDict
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from torch.nn import functional as F
 import ampatch
 from ampatch.apex import amp
 from ampatch.apex.amp import _amp_state as state_object
-from ampatch.apex.amp._initialize import applier
 from ampatch.apex.amp.frontend import OVERRIDES
 from ampatch.apex.amp.scaler import LossScaler
 from apex_rows import changed, shows, unchanged
@@ -72,20 +69,6 @@ def test_initialize_takes_apex_arguments_in_apex_order():
     # Not `signature`: those who select arguments by their names ask this, which follows no wrapper.
     for initialize in (amp.initialize, ampatch.initialize):
         assert inspect.getfullargspec(initialize).args[: len(apexs)] == apexs
-
-
-def test_a_function_is_applied_to_the_tensors_of_a_batch():
-    class Batch(NamedTuple):
-        x: object
-        names: list
-
-    batch = OrderedDict(a=Batch(ONE, ["one", 2]), b=(ONE, {"c": ONE}))
-    doubled = applier(batch, lambda tensor: tensor * 2)
-    assert isinstance(doubled, OrderedDict)
-    assert isinstance(doubled["a"], Batch)
-    assert doubled["a"].names == ["one", 2]
-    for tensor in (doubled["a"].x, doubled["b"][0], doubled["b"][1]["c"]):
-        assert torch.equal(tensor, ONE * 2)
 
 
 def test_an_unknown_argument_raises_a_type_error_that_names_it():
@@ -189,17 +172,6 @@ def test_a_scaler_unscales_gradients_and_remembers_an_overflow():
     assert scaler.update_scale()
     assert scaler.loss_scale() == 2.0
     assert not scaler.update_scale(), "the buffer was cleared"
-
-
-def test_stashed_gradients_are_added_to_the_unscaled_ones():
-    scaler = LossScaler("dynamic", init_scale=4.0)
-    out = torch.zeros(2)
-    scaler.unscale_with_stashed([torch.tensor([8.0, 4.0]).half()], [torch.tensor([1.0, 2.0])], [out])
-    assert_same_bits([out], [torch.tensor([3.0, 3.0])])
-    scaler.unscale_with_stashed([torch.ones(2)], [torch.tensor([1.0, INF])], [out], (2.0, 1.0, 1.0))
-    assert not scaler.update_scale(), "what is stashed was checked before"
-    scaler.unscale_with_stashed([torch.tensor([1.0, INF])], [torch.ones(2)], [out], (2.0, 1.0, 1.0))
-    assert scaler.update_scale()
 
 
 def test_a_scaler_pickles_in_the_layout_of_apex():
@@ -580,7 +552,7 @@ def test_a_wrapped_optimizer_is_the_optimizer_otherwise():
 
 
 def test_a_script_may_print_by_maybe_print(capsys):
-    from ampatch.apex.amp._amp_state import maybe_print, warn_or_err
+    from ampatch.apex.amp._amp_state import maybe_print
 
     start(verbosity=0)
     maybe_print("hidden")
@@ -589,5 +561,3 @@ def test_a_script_may_print_by_maybe_print(capsys):
     capsys.readouterr()
     maybe_print("shown", True)
     assert capsys.readouterr().out == "shown\n"
-    with pytest.raises(RuntimeError, match="wrong"):
-        warn_or_err("wrong")

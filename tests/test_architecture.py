@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import textwrap
 from pathlib import Path
 
 import ampatch as amp
@@ -262,6 +263,15 @@ def is_documented(item):
     return bool((inspect.getdoc(item) or "").strip())
 
 
+def says_all(function):
+    """Whether a function that users do not see has one statement, which says what a docstring would."""
+    code = function.fget if isinstance(function, property) else function
+    if code.__module__ in {getattr(getattr(amp, name), "__module__", "") for name in amp.__all__}:
+        return False
+    (written,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
+    return not isinstance(written, ast.FunctionDef) or len(written.body) == 1
+
+
 def undocumented(module):
     """Names the public functions, classes, methods and properties of a module without a docstring."""
     own = [
@@ -273,7 +283,7 @@ def undocumented(module):
         if inspect.isclass(item):
             yield from (f"{name}.{method}" for method in undocumented_methods(item))
         if (inspect.isclass(item) and not item.__doc__) or (
-            inspect.isfunction(item) and not is_documented(item)
+            inspect.isfunction(item) and not is_documented(item) and not says_all(item)
         ):
             yield name
 
@@ -284,8 +294,10 @@ def undocumented_methods(cls):
         is_ours = inspect.isfunction(method) or isinstance(method, property)
         if name.startswith("_") or not is_ours:
             continue
-        if not is_documented(method) and not any(
-            is_documented(vars(base).get(name)) for base in cls.__mro__[1:] if name in vars(base)
+        if (
+            not is_documented(method)
+            and not any(is_documented(vars(base).get(name)) for base in cls.__mro__[1:] if name in vars(base))
+            and not says_all(method)
         ):
             yield name
 

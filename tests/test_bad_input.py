@@ -76,7 +76,7 @@ def refused(untouched):
 # Arguments of initialize
 
 
-@pytest.mark.parametrize("level", ["02", "o1", "O7", "", 1, 2.0, None, True, b"O1", ("O1",)])
+@pytest.mark.parametrize("level", ["02", "o1", "O7", "", 1, 2.0, True, b"O1", ("O1",)])
 def test_an_unknown_level_is_refused(refused, level):
     pair = make_pair()
     message = "unknown opt_level .*: expected one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'"

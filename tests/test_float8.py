@@ -263,7 +263,9 @@ def test_the_banner_counts_the_layers_and_says_that_they_are_emulated(capsys):
     open_model(make_mlp(), verbosity=1)
     out = capsys.readouterr().out
     assert "In float8 are 2 of 3 linear layers; emulated (AMPATCH_FLOAT8_EMULATE), which is slow" in out
-    assert "float8_recipe              : tensorwise" in out
+    amp.uninitialize()
+    open_model(make_mlp(), verbosity=1, float8_recipe="rowwise")
+    assert ", float8_recipe=rowwise (not tensorwise); " in capsys.readouterr().out
 
 
 # ---- The way back ----

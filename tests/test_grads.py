@@ -403,3 +403,75 @@ def test_a_gradient_that_may_be_scaled_does_not_count_for_a_later_initialize(lev
         optimizer.step()
     assert [param.tolist() for param in models[0].parameters()] == [[0.5] * 3, [0.0] * 3]
     assert [param.tolist() for param in models[1].parameters()] == [[1.0] * 3, [1.0] * 3]
+
+
+# ---- One gradient, whichever side it is assigned on ----
+
+
+def double(params):
+    for param in params:
+        param.grad = param.grad * 2
+
+
+def swap_in(params):
+    for param in params:
+        grad = param.grad.clone()
+        param.grad = None
+        param.grad = grad * 2
+
+
+def delete(params):
+    for param in params:
+        grad = param.grad.clone()
+        del param.grad
+        param.grad = grad * 2
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("loss_scale", [1.0, SCALE])
+@pytest.mark.parametrize("turned", [False, True], ids=["masters, then the model", "the model, then masters"])
+@pytest.mark.parametrize("assign", [double, swap_in, delete])
+def test_a_gradient_that_one_side_was_given_is_clipped_on_the_other(level, loss_scale, turned, assign):
+    halves, optimizer = open_session(level, [(2, 3), (4,)], loss_scale=loss_scale)
+    masters = [param for group in optimizer.param_groups for param in group["params"]]
+    sides = (halves, masters) if turned else (masters, halves)
+    for repeat in range(2):
+        scaled_backward(sum((half.float() * (repeat + 1)).sum() for half in halves), optimizer)
+        assign(sides[0])
+        torch.nn.utils.clip_grad_value_(sides[1], 0.25)  # nobody has asked for master_params in between
+        for half, master in zip(halves, masters, strict=True):
+            assert snapshot(half.grad) == snapshot(master.grad) == snapshot(torch.full(half.shape, 0.25))
+        before = [master.detach().clone() for master in masters]
+        optimizer.step()
+        for one, master in zip(before, masters, strict=True):
+            assert snapshot(master) == snapshot(one - 0.5 * 0.25)
+        for param in sides[repeat]:
+            param.grad = None
+        assert [param.grad for param in (*halves, *masters)] == [None] * 4
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_gradient_that_does_not_fit_is_refused_as_in_float32_and_leaves_both_sides(level):
+    [half], optimizer = open_session(level, [(2, 3)])
+    [master] = amp.master_params(optimizer)
+    half.grad = torch.ones(2, 3)
+    for param in (half, master):
+        for wrong in (torch.ones(3, 2), torch.ones(2, 3, dtype=torch.float64), "ones"):
+            with pytest.raises((RuntimeError, TypeError), match="assign"):
+                param.grad = wrong
+            assert snapshot(half.grad) == snapshot(master.grad) == snapshot(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("loss_scale", [SCALE, amp.DynamicLossScale(SCALE)], ids=str)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_the_gradient_of_a_parameter_that_is_twice_in_a_group_is_unscaled_once(level, loss_scale):
+    param = Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([param, param], lr=0.5)
+    model = ParameterList([param])
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    for delays in (False, True):
+        optimizer.zero_grad()
+        scaled_backward(param.float().sum(), optimizer, delay_unscale=delays)
+        scaled_backward(param.float().sum(), optimizer)
+        assert snapshot(next(amp.master_params(optimizer)).grad) == snapshot(torch.full((3,), 2.0))

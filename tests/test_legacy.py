@@ -335,19 +335,22 @@ def test_what_a_package_of_another_environment_says_is_not_told_as_the_scripts(f
         ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA"),
         ("import torch\nmajor = int(torch.version.cuda.split('.')[0])", "CUDA"),
         ("import torch\nmajor = float(torch.version.cuda)", "CUDA"),
-        ("mask = torch.ones(3, 3).triu().byte()[None]\nx.masked_fill(mask, 0)", MASK),
-        ("mask = torch.zeros(3, dtype=torch.uint8)\nx.masked_scatter_(mask.t(), y)", MASK),
+        ("mask = torch.ones(3, 3).triu().byte()[None]\nx.masked_fill(mask, 0)", MASK.name),
+        ("mask = torch.zeros(3, dtype=torch.uint8)\nx.masked_scatter_(mask.t(), y)", MASK.name),
         (
             "import torch, numpy; m = numpy.ones(3).astype('uint8')\nx.masked_select(torch.from_numpy(m))",
-            MASK,
+            MASK.name,
         ),
-        ("import torch\ntorch.masked_fill(x, make(3), 0)\ndef make(n): return torch.ones(n).byte()", MASK),
+        (
+            "import torch\ntorch.masked_fill(x, make(3), 0)\ndef make(n): return torch.ones(n).byte()",
+            MASK.name,
+        ),
         (
             "def forward(self, x): self.mask = x.byte()\ndef other(self, x): x.masked_fill_(self.mask, 0)",
-            MASK,
+            MASK.name,
         ),
-        ("def hide(x, mask):\n    return x.masked_fill(mask=mask, value=0)\nhide(x, x.byte())", MASK),
-        ("row, column = x.long().t()\nrow.clamp_(0, size[2] - 1)", CLAMP),
+        ("def hide(x, mask):\n    return x.masked_fill(mask=mask, value=0)\nhide(x, x.byte())", MASK.name),
+        ("row, column = x.long().t()\nrow.clamp_(0, size[2] - 1)", CLAMP.name),
     ],
 )
 def test_other_ways_of_saying_it_are_found(find, text, name):

@@ -19,10 +19,13 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
+from ampatch.doctor.instruments.tape import Tape
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.gradients import compare_gradients
-from ampatch.doctor.silent.notes import examine_silent
-from ampatch.doctor.silent.watch import Silent
+from ampatch.doctor.silent.gradients import Ranges, compare_gradients
+from ampatch.doctor.silent.looks import Looks
+from ampatch.doctor.silent.notes import Notes, examine_silent
+from ampatch.doctor.silent.scaled import Scaled
+from ampatch.doctor.suspects import plan_looks
 from ampatch.doctor.words import describe
 from doctor_samples import sample_finding
 from helpers import import_float8
@@ -71,20 +74,28 @@ def indent(text, width):
     return dedent(text).strip("\n").replace("\n", "\n" + " " * width)
 
 
-def watch(text):
-    """Runs a script under the instruments; returns its silent faults and the error that ended it."""
+def look(text, window=()):
+    """Runs a script under the instruments; returns what they noted, the attempts, and the error."""
     error = None
     with ExitStack() as stack:
-        silent = Silent(clock := Clock(stack))
+        tape = Tape(clock := Clock(stack))
+        scaled = Scaled(clock, notes := Notes(clock))
+        looks = Looks(tape, notes, window, scaled)
         clock.follow_run()
-        Operations(clock, silent.rules).follow()
+        Operations(tape, [looks]).follow()
         stack.callback(amp.uninitialize)  # before what it is patched over is gone
         try:
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
         except RuntimeError as raised:
             error = raised
-    attempts = [Attempt(step) for step in range(clock.attempt)]
-    return examine_silent(silent.found(), attempts, ()), error
+    scaled.close()
+    return list(notes.found.values()), [Attempt(step) for step in range(clock.attempt)], error
+
+
+def watch(text):
+    """Returns the silent faults of a script, and the error that ended it."""
+    found, attempts, error = look(text)
+    return examine_silent(found, attempts, ()), error
 
 
 def lines_of(text):
@@ -546,7 +557,8 @@ LOSSES = {
 LOSSES["O1, the second of two"] = LOSSES["O1"].replace(
     "model, optimizer = amp",
     "with torch.random.fork_rng(): other = nn.Linear(2, 2)\n"
-    "amp.initialize(other, torch.optim.SGD(other.parameters(), 0.1), loss_scale=64.0, verbosity=0)\n"
+    "others = torch.optim.SGD(other.parameters(), 0.1)\n"
+    "amp.initialize(other, others, opt_level='O1', loss_scale=64.0, verbosity=0)\n"
     "model, optimizer = amp",
 )
 
@@ -557,14 +569,14 @@ def run_sample(text, folder, attempt, repeats):
         if repeats:
             stack.enter_context(amp.override(**level_overrides("O0")))
             without_casts(stack)
-        silent = Silent(clock := Clock(stack))
+        ranges = Ranges(clock := Clock(stack))
         Sample(clock, folder, attempt, ends=repeats)
         clock.follow_run()
         stack.callback(amp.uninitialize)
         torch.manual_seed(0)
         with suppress(Enough):
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
-    return silent.ranges.shares
+    return ranges.shares
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -699,14 +711,41 @@ for step in range(4):
     ],
 )
 def test_counts_sums_names_and_probabilities_that_half_cannot_hold_are_told(text, kind):
-    with ExitStack() as stack:
-        silent = Silent(clock := Clock(stack))
-        clock.follow_run()
-        Operations(clock, silent.rules).follow()
-        stack.callback(amp.uninitialize)
-        exec(compile(HEAD + text, "train.py", "exec"), {"__name__": "__main__"})
-    found = [it for it in silent.found() if it.kind in ("lost_counts", "lost_sums", "collapsed", "saturated")]
-    assert [it.kind for it in found] == ([kind] if kind else [])
+    kinds = {it.kind for it in look(HEAD + text)[0]}
+    assert kinds & {"lost_counts", "lost_sums", "collapsed", "saturated"} == ({kind} if kind else set())
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_count_that_stops_late_is_told_by_the_attempts_that_are_looked_at_later(is_watched):
+    text = HEAD + COUNTED.format(dtype="bfloat16").replace("range(16)", "range(40)")
+    text = text.replace("range(20)", "range(40 if step > 16 else 0)")
+    later = plan_looks([Attempt(step) for step in range(40)])
+    assert later == (16, 24, 32, 39)
+    found = {it.kind: it.step for it in look(text, later if is_watched else ())[0]}
+    assert found.get("lost_counts") == (24 if is_watched else None)
+
+
+def test_attempts_after_weights_were_lost_are_not_looked_at():
+    attempts = [Attempt(step, weights=step < 30) for step in range(40)]
+    assert plan_looks(attempts) == (16, 24)
+
+
+ACCUMULATED = """
+model = model.to(torch.{dtype})
+for step in range(3):
+    optimizer.zero_grad()
+    for _ in range(600):
+        model(torch.ones(4, 8, dtype=torch.{dtype})).float().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "many", "found"), [("bfloat16", 600, 1), ("bfloat16", 9, 0), ("float32", 600, 0)]
+)
+def test_gradients_that_are_added_up_in_half_until_they_stay_are_told(dtype, many, found):
+    faults, *_ = look(HEAD + ACCUMULATED.format(dtype=dtype).replace("600", str(many)))
+    assert [it.op for it in faults if it.kind == LOST and it.op != "step"] == ["accumulate_grad"] * found
 
 
 @pytest.mark.parametrize(("kind", "share"), [("lost_updates", 0.9), ("saturated", 0.9)])

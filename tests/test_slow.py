@@ -9,6 +9,7 @@ from torch import nn
 from ampatch.doctor.growth.brakes import Brakes, said_of_speed, sizes_of
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
+from ampatch.doctor.instruments.tape import Tape
 from doctor_samples import sample_speed
 
 
@@ -28,9 +29,9 @@ def look(steps=2, half=True, after=lambda loss: None):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # whose step calls item() itself
     with ExitStack() as stack:
-        brakes = Brakes(clock := Clock(stack))
+        brakes = Brakes(tape := Tape(clock := Clock(stack)))
         clock.follow_run()
-        Operations(clock, [brakes]).follow()
+        Operations(tape, [brakes]).follow()
         for _ in range(1 + steps):
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 loss = model(torch.ones(8, 16)).float().mean()

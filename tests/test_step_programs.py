@@ -2,6 +2,7 @@
 
 `python tests/test_step_programs.py 500` runs so many, and prints those that differ. By hand, each weight is a
 float32 tensor with one float32 gradient; a forward rounds it to the half type, and nothing else is half.
+To look at masters brings them up to date, so a program looks only where it says so, and after a step.
 """
 
 import functools
@@ -25,8 +26,8 @@ OPTIMIZERS = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.05, foreach=True),
     "fused Adam": functools.partial(torch.optim.Adam, lr=0.05, fused=True),
 }
-MODELS, LOSSES, LENGTH, GROWTH = 2, 2, 40, 3
-OFTEN = {"do_block": 8, "do_step": 6, "do_clear": 3, "do_edit_gradients": 3, "do_plain_backward": 3}
+MODELS, LOSSES, LENGTH, GROWTH, LATE = 2, 2, 40, 3, 3
+OFTEN = {"do_block": 8, "do_step": 6, "do_clear": 3, "do_edit_gradients": 6, "do_plain_backward": 3}
 
 
 def make_model():
@@ -38,14 +39,20 @@ class Scale:
 
     def __init__(self, number, is_dynamic):
         self.number, self.is_dynamic, self.clean, self.updates = number, is_dynamic, 0, 0
+        self.carried = False  # an overflow of a block that left the scale alone
 
     @property
     def now(self):
         """The scale as it is until it is updated."""
         return self, self.updates, self.number
 
-    def update(self, found_inf, *, counts):
-        if not self.is_dynamic:
+    def set(self, number):
+        self.number, self.updates = number, self.updates + 1
+
+    def update(self, found_inf, *, counts, waits=False):
+        found_inf |= self.carried
+        self.carried = self.is_dynamic and waits and bool(found_inf)
+        if not self.is_dynamic or waits:
             return
         self.updates += 1
         self.clean = 0 if found_inf else self.clean + counts
@@ -70,15 +77,17 @@ class ByHand:
         ]
         self.optimizers = [make(params) for params in self.models]
         self.overflowed = [False] * len(models)
+        self.late = [None] * len(models)  # the type of a parameter that has joined
 
     def forward(self, index, batch):
-        self.used = [
-            param.detach().to(self.half or param.dtype).requires_grad_(param.requires_grad)
-            for param in self.models[index]
-        ]
-        first, bias, second = self.used
+        self.used = []
+        for at, param in enumerate(self.models[index]):
+            half = None if at == LATE and self.late[index] is torch.float32 else self.half
+            self.used.append(param.detach().to(half or param.dtype).requires_grad_(param.requires_grad))
+        first, bias, second, *late = self.used
         hidden = linear(batch.to(first.dtype), first, bias)
-        return linear(torch.relu(hidden), second).float()
+        output = linear(torch.relu(hidden), second).float()
+        return output * late[0].float() if late else output
 
     def backward(self, chain, batch, factor, scale):
         """Adds the gradients of a loss, times a scale, to those that there are."""
@@ -132,13 +141,15 @@ class ByHand:
 
     def end_unnamed(self, index, now, aside):
         """Unscales what a block has made that does not name the optimizer; an overflow counts at its step."""
-        if any(param.grad is not None for param in self.models[index]):
+        held = self.delayed[index]
+        if held is None and any(param.grad is not None for param in self.models[index]):
             self.doubts[index] = now[0]
         for param in self.models[index]:
-            param.grad = None if param.grad is None else param.grad / now[2]
+            if param.grad is not None:
+                param.grad = param.grad / now[2] * (1.0 if held is None else held[2])
         self.put_back([index], aside)
 
-    def end(self, chain, now, aside):
+    def end(self, chain, now, aside, *, waits_for_check=False):
         waits = [index for index in chain if self.delayed[index] is not None]
         for index in chain:
             earlier = [aside.pop(0) for _ in self.models[index]]
@@ -147,14 +158,14 @@ class ByHand:
                 earlier = [None] * len(earlier)
                 self.delayed[index] = None
             aside += earlier
-        self.unscale(chain, now[0], now[2])
+        self.unscale(chain, now[0], now[2], waits=waits_for_check)
         self.put_back(chain, aside)
 
     def settle(self, index):
         (scale, _, number), self.delayed[index] = self.delayed[index], None
         self.unscale([index], scale, number, counts=False)
 
-    def unscale(self, chain, scale, number, *, counts=True):
+    def unscale(self, chain, scale, number, *, counts=True, waits=False):
         """Divides the gradients that there are, and updates the scale."""
         found_inf = False
         for param in self.params(chain):
@@ -163,7 +174,7 @@ class ByHand:
                 found_inf |= not param.grad.isfinite().all()
         for index in chain:
             self.overflowed[index] |= bool(found_inf and scale.is_dynamic)
-        scale.update(found_inf, counts=counts)
+        scale.update(found_inf, counts=counts, waits=waits)
 
     def step(self, index):
         if self.delayed[index] is not None:
@@ -196,6 +207,7 @@ class Program:
         number = 16.0 if is_dynamic else self.scale
         scales = [Scale(number, is_dynamic) for _ in range(LOSSES)]
         self.by_hand = ByHand(self.models, make, HALF[self.level], scales)
+        self.late = [[] for _ in self.models]  # parameters that have joined
         self.open()
         self.done = []
 
@@ -211,17 +223,19 @@ class Program:
         names = [name for name in dir(self) if name.startswith("do_")]
         for name in self.dice.choices(names, [OFTEN.get(name, 1) for name in names], k=LENGTH):
             self.done.append(name)
-            getattr(self, name)()
-            if (difference := self.compare()) is not None:
+            if (difference := getattr(self, name)()) is not None:
                 return f"{self.level} {self.kind} {self.scale}: {difference} after {self.done[-8:]}"
-        return None
+        return self.do_look()
 
-    def compare(self):
-        for index, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            masters = list(amp.master_params(optimizer))
-            for at, (half, master, expected) in enumerate(
-                zip(model.parameters(), masters, self.by_hand.models[index], strict=True)
-            ):
+    def do_look(self):
+        for optimizer in self.optimizers:
+            list(amp.master_params(optimizer))
+        return self.compare(range(MODELS))
+
+    def compare(self, models):
+        for index in models:
+            sides = self.halves(index), self.masters(index), self.by_hand.models[index]
+            for at, (half, master, expected) in enumerate(zip(*sides, strict=True)):
                 rounded = expected.detach().to(half.dtype)
                 pairs = {
                     "master": (master.detach(), expected.detach()),
@@ -251,25 +265,31 @@ class Program:
     def loss(self, chain, batch, factor):
         for index in chain:
             batch = self.models[index](batch).float()
+            for param in self.late[index]:
+                batch = batch * param.float()
         return batch.square().mean() * factor
 
-    def sides(self, index):
-        """The parameters of one side, and those by hand."""
-        if self.dice.random() < 0.5:
-            return list(self.models[index].parameters()), self.by_hand.models[index]
-        groups = self.optimizers[index].param_groups
-        return [param for group in groups for param in group["params"]], self.by_hand.models[index]
+    def halves(self, index):
+        return [*self.models[index].parameters(), *self.late[index]]
+
+    def masters(self, index):
+        return [param for group in self.optimizers[index].param_groups for param in group["params"]]
+
+    def sides(self, models):
+        """The parameters of either side of models, and those by hand."""
+        ours = [self.dice.choice((self.halves, self.masters))(index) for index in models]
+        return [param for params in ours for param in params], self.by_hand.params(models)
 
     # ---- Gradients ----
 
-    def do_block(self, *, raises=False, edits=False, delays=False, names_one=False):
-        chain, hand = self.pick_chain(), self.by_hand
-        unnamed = chain[1:] if names_one and not any(hand.delayed) and self.scale != 1.0 else []
+    def do_block(self, chain=(), *, raises=False, edits=False, delays=False, waits=False, names_one=False):
+        chain, hand = chain or self.pick_chain(), self.by_hand
+        unnamed = chain[1:] if names_one and self.scale != 1.0 else []
         loss_id = self.dice.randrange(LOSSES) if self.dice.random() < 0.3 else 0
         now = hand.scales[loss_id].now
         is_plain = self.scale == 1.0  # then gradients accumulate where they are
         aside = [None] * len(hand.params(chain)) if is_plain else hand.begin(chain, now)
-        options = {"loss_id": loss_id, "delay_unscale": delays}
+        options = {"loss_id": loss_id, "delay_unscale": delays, "delay_overflow_check": waits}
         count = 1 if unnamed else self.dice.choice([1, 1, 2])
         losses = [(self.make_batch(), self.pick_factor()) for _ in range(count)]
         named = [index for index in chain if index not in unnamed]
@@ -280,7 +300,7 @@ class Program:
                     (self.loss(chain, batch, factor) * now[2] if at else scaled).backward()
                     hand.backward(chain, batch, factor, now[2])
                 if edits:
-                    self.edit(chain[0])
+                    self.edit(chain[:1])
                 if raises:
                     raise KeyError
         except KeyError:
@@ -291,8 +311,10 @@ class Program:
             count = len(hand.params(named))
             for index in unnamed:
                 hand.end_unnamed(index, now, aside[count:])
-            aside = aside[:count]
-            (hand.delay if delays and not is_plain else hand.end)(named, now, aside)
+            if delays and not is_plain:
+                hand.delay(named, now, aside[:count])
+            else:
+                hand.end(named, now, aside[:count], waits_for_check=waits)
 
     def do_block_that_names_one(self):
         self.do_block(names_one=True)
@@ -306,20 +328,28 @@ class Program:
     def do_delayed_block(self):
         self.do_block(delays=True)
 
+    def do_block_that_leaves_the_scale(self):
+        self.do_block(waits=True)
+
     def do_plain_backward(self):
         chain, batch = self.pick_chain(), self.make_batch()
-        if self.scale == "dynamic" or any(self.by_hand.delayed):  # which warns, or mixes scales
+        if self.scale == "dynamic":  # which warns
             return
+        for index in range(MODELS):
+            if self.by_hand.delayed[index] is not None:
+                self.by_hand.settle(index)
         self.loss(chain, batch, 1.0).backward()
         self.by_hand.backward(chain, batch, 1.0, 1.0)
 
     def do_edit_gradients(self):
-        self.edit(self.dice.randrange(MODELS))
+        self.edit([self.dice.randrange(MODELS)])
 
-    def edit(self, index):
+    def do_edit_gradients_of_all(self):
+        self.edit(range(MODELS))
+
+    def edit(self, models):
         edit = self.dice.choice([halve, halve_data, replace, add_noise, clip_norm, clip_values, give])
-        ours, by_hand = self.sides(index)
-        for params in (ours, by_hand):
+        for params in self.sides(models):
             edit(params)
 
     def do_clear(self):
@@ -328,9 +358,11 @@ class Program:
         if way in ("model", "optimizer"):
             owner = self.models[index] if way == "model" else self.optimizers[index]
             owner.zero_grad(set_to_none=to_none)
-            self.by_hand.optimizers[index].zero_grad(set_to_none=to_none)
+            for param in self.by_hand.models[index][: LATE if way == "model" else None]:
+                if param.grad is not None:
+                    param.grad = None if to_none else torch.zeros_like(param)
             return
-        for params in self.sides(index):
+        for params in self.sides([index]):
             for param in params if way == "params" else params[:1]:
                 param.grad = None
 
@@ -339,14 +371,37 @@ class Program:
     def do_step(self):
         index = self.dice.randrange(MODELS)
         self.optimizers[index].step()
+        return self.look_after_step(index)
+
+    def look_after_step(self, index):
         assert amp.step_was_skipped(self.optimizers[index]) == self.by_hand.step(index)
+        return self.compare([index])
+
+    def do_step_with_a_closure(self):
+        index = self.dice.randrange(MODELS)
+
+        def closure():
+            self.optimizers[index].zero_grad()
+            self.by_hand.optimizers[index].zero_grad()
+            self.do_block([index])
+
+        if self.by_hand.delayed[index] is not None:
+            self.by_hand.settle(index)
+        self.optimizers[index].step(closure)
+        return self.look_after_step(index)
 
     def do_iteration(self):
         for index, optimizer in enumerate(self.optimizers):
             optimizer.zero_grad()
             self.by_hand.optimizers[index].zero_grad()
         self.do_block()
-        self.do_step()
+        return self.do_step()
+
+    def do_set_scale(self):
+        if self.scale != 1.0:  # or blocks are no longer plain
+            loss_id, number = self.dice.randrange(LOSSES), self.dice.choice([4.0, 32.0])
+            amp.set_loss_scale(number, loss_id)
+            self.by_hand.scales[loss_id].set(number)
 
     # ---- Weights ----
 
@@ -371,6 +426,26 @@ class Program:
         for one in (params[0][0], params[1][0], self.by_hand.models[index][0]):
             one.requires_grad_(not one.requires_grad if one is params[0][0] else params[0][0].requires_grad)
 
+    def do_join(self):
+        """A parameter joins an optimizer: in float32, or half where it will have a master."""
+        index, hand = self.dice.randrange(MODELS), self.by_hand
+        if self.late[index]:
+            return
+        joins_half = self.level in ("O2", "O5") and self.dice.random() < 0.5
+        hand.late[index] = HALF[self.level] if joins_half else torch.float32
+        self.late[index] = [Parameter(torch.tensor([1.0, 0.5, -1.0]).to(hand.late[index]))]
+        hand.models[index].append(Parameter(torch.tensor([1.0, 0.5, -1.0])))
+        self.optimizers[index].add_param_group({"params": list(self.late[index])})
+        hand.optimizers[index].add_param_group({"params": hand.models[index][LATE:]})
+
+    def leave(self, index):
+        """A parameter that has joined leaves again."""
+        if self.late[index]:
+            for optimizer in (self.optimizers[index], self.by_hand.optimizers[index]):
+                for param in optimizer.param_groups.pop()["params"]:
+                    optimizer.state.pop(param, None)
+            self.late[index], self.by_hand.models[index][LATE:] = [], []
+
     def do_resume(self):
         """A checkpoint of all is saved, and loaded again."""
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
@@ -384,6 +459,7 @@ class Program:
         for index, optimizer in enumerate(self.optimizers):
             optimizer.zero_grad()
             self.by_hand.optimizers[index].zero_grad()
+            self.leave(index)
         amp.uninitialize()
         self.level, hand = self.dice.choice(list(HALF)), self.by_hand
         hand.half, hand.overflowed = HALF[self.level], [False] * MODELS

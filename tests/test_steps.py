@@ -342,6 +342,10 @@ def test_an_overflow_before_a_step_or_in_its_closure_skips_it(level, variant, fa
     run.optimizer.step(lambda: run.run_block(factor=factors[1]))  # accumulates
     assert amp.step_was_skipped(run.optimizer)
     assert param_bits(run.optimizer) == before
+    run.optimizer.zero_grad()
+    run.run_block()
+    run.optimizer.step()  # of which the overflow is over
+    assert param_bits(run.optimizer) != before
 
 
 @LEVELS

@@ -332,3 +332,20 @@ def test_a_list_that_holds_itself_is_cast_around_that(level):
     first, inner, itself = take(values)
     assert first.dtype is inner[0].dtype is HALF[level]
     assert itself is values
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O4", "O5"])
+def test_gradients_of_a_subclass_stay_plain_and_what_it_is_told_is_torchs_own(level, monkeypatch):
+    """Torch tells the getter of `.grad` from others by identity."""
+    own = [Tensor.grad.__get__, Tensor.grad.__set__]
+    model = make_net()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    monkeypatch.setattr(Logs, "told", [], raising=False)
+    weight = torch.ones(3).as_subclass(Logs).requires_grad_()
+    (weight * 2).sum().backward()
+    Logs.told.clear()
+    assert type(weight.grad) is Tensor
+    weight.grad = torch.zeros(3)
+    assert Logs.told == own
+    del weight.grad
+    assert weight.grad is None

@@ -203,6 +203,21 @@ def test_what_a_block_adds_to_gradients_that_are_there_is_added_as_if_named(leve
         assert_same_bits(one, other)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("loss_id", [0, 1])
+def test_a_block_adds_to_what_was_delayed_at_an_optimizer_that_it_does_not_name(level, loss_id):
+    bits = []
+    for is_told in (True, False):
+        pair = Pair(is_told, level, loss_scale=64.0, num_losses=2)
+        amp.set_loss_scale(4.0, loss_id=1)
+        scaled_backward(pair.loss(), [pair.second, pair.first], delay_unscale=not is_told)
+        scaled_backward(pair.loss(-X), pair.named, loss_id=loss_id)
+        pair.step()
+        bits.append(pair.bits())
+        amp.uninitialize()
+    assert bits[0] == bits[1]
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_plain_backward_in_the_block_adds_to_what_is_unscaled(level):
     pair = Pair(False, level, loss_scale=128.0)
@@ -434,8 +449,18 @@ def test_late_backwards_accumulate(level):
     assert "had ended" in text
 
 
+def late_by_a_part_alone(pair):
+    for _ in range(3):
+        pair.zero_grad()
+        with amp.scale_loss(2 * pair.loss(), pair.named) as scaled:
+            half = scaled / 2
+        del scaled
+        half.backward()  # wrong
+        pair.step()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("script", [late, late_by_a_part])
+@pytest.mark.parametrize("script", [late, late_by_a_part, late_by_a_part_alone])
 def test_a_backward_after_its_block_trains_as_one_inside_and_is_told_with_its_line(script, level):
     expected, _ = train(in_one_block, names_both=True, level=level)
     pair = Pair(True, level)
@@ -443,6 +468,25 @@ def test_a_backward_after_its_block_trains_as_one_inside_and_is_told_with_its_li
         script(pair)
     assert_same_bits([*amp.master_params(pair.first), *amp.master_params(pair.second)], expected)
     assert [(it.filename, it.lineno) for it in caught] == [(__file__, *lines_of(script, "# wrong"))]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_was_computed_from_the_scaled_loss_goes_backward_late_beside_it(level):
+    def train_twice(pair, is_late):
+        with amp.scale_loss(pair.loss(), pair.named) as scaled:
+            again = scaled * 2
+            scaled.backward(retain_graph=True)
+            if not is_late:
+                again.backward()
+        del scaled
+        if is_late:
+            again.backward()
+        pair.step()
+
+    expected, _ = train(functools.partial(train_twice, is_late=False), names_both=True, level=level)
+    found, [text] = train(functools.partial(train_twice, is_late=True), names_both=True, level=level)
+    assert_same_bits(found, expected)
+    assert "had ended" in text
 
 
 @pytest.mark.parametrize("is_late", [True, False])

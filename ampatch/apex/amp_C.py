@@ -7,15 +7,17 @@ is set in place on its device, never read: no host sync. `chunk_size` has no mea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 import ampatch as amp
-from ampatch.apex.multi_tensor_apply.kernels import kernel, set_flag_, write_
-from ampatch.apex.multi_tensor_apply.norms import are_finite, compute_type, norms, total_norm
-from ampatch.apex.multi_tensor_apply.updates import adam_
+from ampatch.apex.multi_tensor_apply.norms import compute_type, norms, total_norm
+from ampatch.steps.masters.tensors import is_wrapper
 
 __all__ = [
     "multi_tensor_scale",
@@ -26,7 +28,53 @@ __all__ = [
 ]
 
 Flag = Tensor | None
-Lists = list[list[Tensor]]
+Lists = Sequence[Sequence[Tensor]]
+Kernel = Callable[..., object]
+
+
+def kernel(count: int) -> Callable[[Kernel], Kernel]:
+    """Decorates a function on a flag and `count` lists: it runs without a graph, and without casts."""
+
+    def decorate(function: Kernel) -> Kernel:
+        @functools.wraps(function)
+        def run(
+            chunk_size: int, noop_flag: Flag, tensor_lists: Lists, *args: object, **kwargs: object
+        ) -> object:
+            lists = [[tensor.data for tensor in tensors] for tensors in tensor_lists]
+            lengths = [len(tensors) for tensors in lists]
+            if len(lists) != count or len({*lengths}) > 1:
+                raise amp.AmpValueError(
+                    f"{function.__name__}: found lists of {lengths} tensors, expected {count} lists of the "
+                    f"same length"
+                )
+            with torch.no_grad(), amp.disable_casts():
+                return function(noop_flag, lists, *args, **kwargs)
+
+        del run.__wrapped__  # which takes other arguments than help and inspect are to show
+        return run
+
+    return decorate
+
+
+def write_(targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Writes results into tensors of any type, on any device."""
+    plain: list[tuple[Tensor, Tensor]] = []
+    for target, result in zip(targets, results, strict=True):
+        result = result if result.shape == target.shape else result.reshape(target.shape)
+        if is_wrapper(target):
+            target.copy_(result)
+        elif target.numel():
+            plain.append((target, result))
+    if plain:
+        torch._foreach_copy_([target for target, _ in plain], [result for _, result in plain])
+
+
+def set_flag_(flag: Flag, checked: Sequence[Tensor]) -> None:
+    """Sets the flag to 1 if an element is inf or NaN; leaves it as it is otherwise. No host sync."""
+    largest = norms([tensor for tensor in checked if tensor.numel()], float("inf"))
+    if flag is not None and largest:
+        together = torch.stack([norm.to(flag.device, torch.float32) for norm in largest])
+        flag.data.masked_fill_(~together.isfinite().all(), 1)
 
 
 @kernel(2)
@@ -36,7 +84,7 @@ def multi_tensor_scale(flag: Flag, lists: Lists, scale: float | Tensor) -> None:
     Sets the flag to 1 if an input is inf or NaN.
     """
     sources, targets = lists
-    set_flag_(flag, are_finite(sources))
+    set_flag_(flag, sources)
     write_(targets, _multiply(sources, scale))
 
 
@@ -52,7 +100,7 @@ def multi_tensor_axpby(flag: Flag, lists: Lists, a: float, b: float, arg_to_chec
         raise amp.AmpValueError(
             f"multi_tensor_axpby: arg_to_check={arg_to_check!r}: expected 0 for x, 1 for y or -1 for both"
         )
-    set_flag_(flag, are_finite(checked))
+    set_flag_(flag, checked)
     others = [y.reshape(x.shape) for x, y in zip(xs, _multiply(ys, b), strict=True)]
     products = _multiply(xs, a)
     write_(targets, torch._foreach_add(products, others) if products else [])
@@ -76,7 +124,7 @@ def multi_tensor_l2norm(flag: Flag, lists: Lists, per_tensor: bool | None = Fals
     # As apex did, the norm of each tensor comes in one vector, on the device of the first.
     device = next((part.device for part in parts), None if flag is None else flag.device)
     total = total_norm(parts, device)
-    set_flag_(flag, total.isfinite())
+    set_flag_(flag, [total])
     if not per_tensor or not parts:
         return total.reshape(1), torch.empty(0, device=device)
     return total.reshape(1), torch.stack([part.to(device, torch.float32) for part in parts])
@@ -85,7 +133,33 @@ def multi_tensor_l2norm(flag: Flag, lists: Lists, per_tensor: bool | None = Fals
 multi_tensor_l2norm_mp = multi_tensor_l2norm  # which takes lists of mixed types as well
 
 
-# ---- The step that toolkits call in subclasses of FusedAdam ----
+# ---- Adam, which toolkits call in subclasses of FusedAdam ----
+
+
+def adam_(
+    lists: Lists, steps: Sequence[Tensor], options: Mapping[str, object], adam_w_mode: bool, **fused: object
+) -> None:
+    """One step of torch's Adam, or AdamW; a fifth list is that of amsgrad.
+
+    The lists are in the order of `multi_tensor_adam`, and `fused` are options of torch's fused kernel.
+    """
+    grads, params, exp_avgs, exp_avg_sqs, *maxima = lists
+    beta1, beta2 = options["betas"]
+    (adamw if adam_w_mode else adam)(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        maxima[0] if maxima else [],
+        steps,
+        **{name: options[name] for name in ("lr", "eps", "weight_decay")},
+        beta1=beta1,
+        beta2=beta2,
+        amsgrad=bool(maxima),
+        maximize=False,
+        has_complex=any(param.is_complex() for param in params),
+        **fused,
+    )
 
 
 @kernel(4)

@@ -42,7 +42,6 @@ class Changes(ExitStack):
         self.callback(self._patcher.retry)
 
     def set_attribute(self, owner: object, name: str, value: object) -> None:
-        """Sets an attribute of a module, a class or an object."""
         self._patcher.put(owner, name, value)
 
     def add_module(self, name: str, module: ModuleType) -> None:
@@ -62,17 +61,16 @@ class Changes(ExitStack):
 
 
 def remove_module(name: str, module: ModuleType) -> None:
-    """Takes a name in `sys.modules` back."""
     if sys.modules.get(name) is module:
         del sys.modules[name]
 
 
-def wrap(function: Callable, replacement: Callable, *given: object) -> Callable:
+def wrap(function: Callable, replacement: Callable, *leading: object) -> Callable:
     """Returns a function whose calls go to `replacement`, with the function and what is given first."""
 
     @functools.wraps(function)
     def wrapped(*args: object, **kwargs: object) -> object:
-        return replacement(function, *given, *args, **kwargs)
+        return replacement(function, *leading, *args, **kwargs)
 
     return wrapped
 

@@ -21,17 +21,15 @@ class MasterLists:
     """Half parameters, their masters, and the others; lists of the three go parallel. A base class."""
 
     def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Yields half parameters with their masters."""
         raise NotImplementedError
 
     def _stepped(self) -> list[list[Tensor]]:
-        """Returns what the optimizer steps, by param group."""
         raise NotImplementedError
 
     def _pick(self, pick: Pick, by_group: bool) -> list[list[Tensor]]:
         groups, halves = self._stepped(), {id(master): half for half, master in self._pairs()}
-        found = ([pick(param, halves.get(id(param))) for param in group] for group in groups)
-        return [[param for param in group if param is not None] for group in found]
+        picked = ([pick(param, halves.get(id(param))) for param in group] for group in groups)
+        return [[param for param in group if param is not None] for group in picked]
 
     fp16_groups, all_fp16_params = lists_of(
         "The half parameters of the model that have masters", lambda param, half: half

@@ -4,13 +4,15 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import ampatch as amp
-from ampatch import OPT_LEVELS, AmpValueError, apex
-from ampatch.apex.legacy.finding import ROWS, find_cause
+from ampatch import OPT_LEVELS, apex
+from ampatch.apex.legacy import pattern_rows as rows
+from ampatch.apex.legacy.finding import find_cause
 from ampatch.apex.script import Script, find_script, level_overrides
-from ampatch.levels.overrides import find_level
+from ampatch.levels.loss_scale import parse_loss_scale
+from ampatch.levels.overrides import find_level, parse_half
 from ampatch.levels.stack import asked
 
 SUMMARY = "run a script that was written for apex, unchanged"
@@ -27,7 +29,6 @@ NO_CUDA = (
 )
 OVERRIDING = ("opt_level", "dtype", "loss_scale")  # which are given to `initialize`
 NO_OPTION = "which a script without that option refuses: start it by torchrun, which does not pass it"
-DTYPES = ("float16", "bfloat16")
 LEGACY_HELP = "put back what torch, NumPy and Python have removed since the script was written"
 UNSAFE_HELP = "with --legacy: load files as well that may run any code, and name each"
 DEVICE_HELP = "use the CPU for what asks for CUDA: .cuda(), streams, nccl, map_location and so on"
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that imports apex")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
     parser.add_argument("--opt-level", metavar="L", help="instead of the script's: " + ", ".join(OPT_LEVELS))
-    parser.add_argument("--dtype", metavar="T", help="the half type of the level: " + " or ".join(DTYPES))
+    parser.add_argument("--dtype", metavar="T", help="the half type of the level: float16 or bfloat16")
     parser.add_argument("--loss-scale", metavar="S", help="a number or dynamic")
     parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
     parser.add_argument("--legacy", action="store_true", help=LEGACY_HELP)
@@ -80,8 +81,8 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     overrides = read_overrides(arguments)
     apex.install(**overrides)
     script.validate()
-    given = [f"--{name.replace('_', '-')}" for name in OVERRIDING if getattr(arguments, name) is not None]
-    run = functools.partial(run_overridden if given else run_advised, script, *given)
+    options = [f"--{name.replace('_', '-')}" for name in OVERRIDING if getattr(arguments, name) is not None]
+    run = functools.partial(run_overridden if options else run_advised, script, *options)
     return run if "TORCHELASTIC_ERROR_FILE" not in os.environ else record_errors(run)
 
 
@@ -91,7 +92,6 @@ class InitializeWatch(amp.Observer):
     was_called = False
 
     def on_initialize(self, policy: object) -> None:
-        """Hears of a call."""
         self.was_called = True
 
 
@@ -122,7 +122,7 @@ def run_advised(script: Script) -> int:
         # What launchers passed; argparse has said that it does not know it, with this status.
         is_rank = any(each.startswith("--local-rank") for each in script.arguments)
         if exit.code == 2 and is_rank:
-            asked.warning("--local_rank, %s", NO_OPTION if script.legacy else ROWS["--local_rank"].advice)
+            asked.warning("--local_rank, %s", NO_OPTION if script.legacy else rows.RANK.advice)
         raise
 
 
@@ -162,29 +162,8 @@ def read_overrides(arguments: argparse.Namespace) -> dict[str, object]:
     if arguments.dtype is not None:
         # The script's own would contradict it.
         overrides |= {"cast_model_type": None, "patch_torch_functions_type": None}
-        overrides["dtype"] = one_of(DTYPES, "dtype", arguments.dtype.removeprefix("torch."))
+        overrides["dtype"] = parse_half("--dtype", arguments.dtype)
     if arguments.loss_scale is not None:
-        overrides["loss_scale"] = parse_loss_scale(arguments.loss_scale)
+        parse_loss_scale(arguments.loss_scale)  # which raises for what is none
+        overrides["loss_scale"] = arguments.loss_scale
     return overrides
-
-
-def one_of(names: Collection[str], kind: str, text: str) -> str:
-    """Reads a name.
-
-    >>> one_of(DTYPES, "dtype", "bfloat16")
-    'bfloat16'
-    """
-    if text not in names:
-        raise AmpValueError(f"unknown {kind} {text!r}: expected one of {', '.join(names)}")
-    return text
-
-
-def parse_loss_scale(text: str) -> str:
-    """Reads a loss scale, which `initialize` takes in a string."""
-    try:
-        is_scale = text == "dynamic" or 0 < float(text) < float("inf")
-    except ValueError:
-        is_scale = False
-    if not is_scale:
-        raise AmpValueError(f"loss scale {text!r}: expected a number above 0, or dynamic")
-    return text

@@ -215,7 +215,6 @@ def compile_source(source: bytes, name: str) -> CodeType:
 
 
 def start_of_spec(spec: ModuleSpec) -> Start:
-    """Compiles what a spec describes."""
     return Start(spec.loader.get_code(spec.name), spec.origin, spec.loader, spec)
 
 
@@ -278,8 +277,8 @@ def as_expected(device: str | None, legacy: bool, unsafe_load: bool) -> Iterator
         if device is not None:
             changes.enter_context(on_cpu())
         if legacy or device is not None:
-            given = {"device": device, "legacy": legacy, "unsafe_load": unsafe_load}
-            preparation = Preparation(spawn.get_preparation_data, given, expect_to_the_end)
+            expected = {"device": device, "legacy": legacy, "unsafe_load": unsafe_load}
+            preparation = Preparation(spawn.get_preparation_data, expected, expect_to_the_end)
             changes.set_attribute(spawn, "get_preparation_data", preparation)
         yield
 

@@ -19,7 +19,6 @@ CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.6", 90500, (2, 21, 5)
 
 
 def count_devices() -> int:
-    """Stands in for `torch.cuda.device_count`: a GPU for each process that a launcher started here."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
@@ -53,7 +52,6 @@ class Chosen:
         return before
 
     def number(self) -> int:
-        """Stands in for `torch.cuda.current_device`."""
         return self._number
 
 
@@ -64,7 +62,6 @@ class Event:
         self._seconds = 0.0
 
     def record(self, *_: object) -> None:
-        """Notes the time."""
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
@@ -77,7 +74,6 @@ class Event:
     synchronize = wait
 
     def query(self) -> bool:
-        """Whether all is done: it is."""
         return True
 
 
@@ -119,8 +115,8 @@ class Device:
 class Context(nullcontext):
     """Stands in for `torch.cuda.stream`: a class, as torch uses it as a type."""
 
-    def __init__(self, given: object = None) -> None:
-        super().__init__(given)
+    def __init__(self, stream: object = None) -> None:
+        super().__init__(stream)
 
 
 class AnyGenerator(type(torch.Generator)):
@@ -137,7 +133,6 @@ class Generator(GENERATOR, metaclass=AnyGenerator):
     """Stands in for `torch.Generator`: each is one of the CPU."""
 
     def __new__(cls, device: object = None) -> Generator:
-        """Makes a generator, whatever device it is for."""
         return super().__new__(cls)
 
 
@@ -152,19 +147,16 @@ def scatter(
     *_: object,
     **__: object,
 ) -> tuple[Tensor, ...]:
-    """Stands in for `torch.cuda.comm.scatter`."""
     return tensor.split(list(chunk_sizes), dim) if chunk_sizes else tensor.chunk(len(devices), dim)
 
 
 def add(tensors: Sequence[Tensor], *_: object, **__: object) -> Tensor:
-    """Stands in for `torch.cuda.comm.reduce_add`."""
     return torch.stack(tuple(tensors)).sum(0)
 
 
 def data_parallel(
     module: nn.Module, inputs: object, *_: object, module_kwargs: dict | None = None, **__: object
 ) -> object:
-    """Stands in for `torch.nn.parallel.data_parallel`."""
     return module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
 
 
@@ -173,7 +165,7 @@ def parallel_apply(
 ) -> list[object]:
     """Stands in for `torch.nn.parallel.parallel_apply`: one after the other."""
     rows = zip(modules, inputs, kwargs or [{}] * len(modules), strict=True)
-    return [data_parallel(module, given, module_kwargs=named) for module, given, named in rows]
+    return [data_parallel(module, input, module_kwargs=named) for module, input, named in rows]
 
 
 COMM = {

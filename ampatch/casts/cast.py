@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ampatch.casts.cast_cache import CONVERT, CastCache
 from ampatch.casts.cast_tree import TensorCast, cast_tree
-from ampatch.casts.thread import Forward, ThreadState
+from ampatch.casts.thread import OpenForward, ThreadState
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.private import graph_task
 
@@ -73,7 +73,6 @@ class CastState:
         return is_known
 
     def forget(self, parameter: Tensor) -> None:
-        """Forgets the cached casts of one parameter."""
         for cache in self._caches.values():
             cache.forget(parameter)
 
@@ -88,7 +87,6 @@ class CastState:
         self.forget_casts()
 
     def forget_casts(self) -> None:
-        """Forgets every cached cast."""
         for cache in self._caches.values():
             cache.clear()
 
@@ -122,10 +120,9 @@ class CastState:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the casts that are kept."""
         return sum(cache.nbytes for cache in self._caches.values())
 
-    def enter_forward(self, forward: Forward) -> None:
+    def enter_forward(self, forward: OpenForward) -> None:
         """Begins a forward of an initialized model, or of a part of it that runs uncast."""
         thread = self.thread
         if thread.forwards and thread.forget_ended():
@@ -212,12 +209,12 @@ def cast_eligible(dtype: torch.dtype) -> Casts:
 
 def eligible_dtypes(values: object) -> set[torch.dtype]:
     """The types of the tensors in a tree that a cast may touch."""
-    found: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.dtype in ELIGIBLE and tensor.device.type in CASTS.device_types:
-            found.add(tensor.dtype)
+            dtypes.add(tensor.dtype)
         return tensor
 
     cast_tree(values, note)
-    return found
+    return dtypes

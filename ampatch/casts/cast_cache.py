@@ -81,7 +81,6 @@ class CastCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the casts that are kept."""
         return sum(kept.cast.nbytes for _, kept in self._list())
 
     def _list(self) -> list[tuple[int, KeptCast]]:
@@ -93,12 +92,10 @@ class CastCache:
         self.waiting.clear()
 
     def clear(self) -> None:
-        """Forgets every cast."""
         for entries in (*self._all, self._by_memory):
             entries.clear()
 
     def forget(self, parameter: Tensor) -> None:
-        """Forgets the cast of one parameter."""
         self._drop(id(parameter))
 
     def _drop(self, key: int) -> None:
@@ -247,24 +244,24 @@ class CastCache:
 
     def _write_again(self, stale: Entries) -> None:
         """Casts all that steps have changed into the memory of their earlier casts."""
-        found, versions, casts, parameters = [], [], [], []
+        holders, versions, casts, parameters = [], [], [], []
         while stale:
             try:
                 kept = stale.popitem()[1]
             except KeyError:  # another thread drops some at the same time
                 break
             if kept.is_writable():
-                found.append(kept)
+                holders.append(kept)
                 versions.append(kept.parameter._version)  # before: another thread may write meanwhile
                 casts.append(kept.cast)
                 parameters.append(kept.parameter)
-        if not found:
+        if not holders:
             return
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(mode=False) if is_inference else nullcontext(), torch.no_grad():
             torch._foreach_copy_(casts, parameters)
-        self.made += len(found)
-        for kept, version in zip(found, versions, strict=True):
+        self.made += len(holders)
+        for kept, version in zip(holders, versions, strict=True):
             kept.version, kept.written = version, kept.cast._version
             self.entries[id(kept.parameter)] = kept
 

@@ -97,15 +97,15 @@ class Catalog:
     @cached_property
     def _paths(self) -> dict[str, list[str]]:
         """The names of each op, by the shortest way to write it."""
-        found: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         places = dict.fromkeys([*(table.target for table in self.tables), "torch.sparse"])
         paths = [f"{target}.{name}" for target in places for name in _ops_of(target)]
         for path in dict.fromkeys([*self._registered, *self._held, *paths]):
-            found.setdefault(self._base(path.rpartition(".")[2]), []).append(path)
+            groups.setdefault(self._base(path.rpartition(".")[2]), []).append(path)
         order = {target: index for index, target in enumerate(places)}
-        for group in found.values():  # operators and what works in place come after the functions
+        for group in groups.values():  # operators and what works in place come after the functions
             group.sort(key=lambda path: (path.endswith("_"), order.get(path.rpartition(".")[0], -1)))
-        return found
+        return groups
 
     def _base(self, name: str) -> str:
         """The op that a name is for: `__rmatmul__`, `matmul_` and `matmul` are one.
@@ -124,14 +124,14 @@ class Catalog:
     @cached_property
     def _aliases(self) -> dict[str, str]:
         """Ops that torch's documentation calls an alias of one with another name."""
-        found = {}
+        aliases = {}
         for target in ("torch", "torch.special"):
             place = pkgutil.resolve_name(target)
             for name in _ops_of(target):
                 match = _ALIAS.search(getattr(place, name).__doc__ or "")
                 if match and (other := match[1].rpartition(".")[2]) != name:
-                    found[name] = other
-        return found
+                    aliases[name] = other
+        return aliases
 
     def _is_elsewhere(self, path: str) -> bool:
         """Whether a function of torch is at a path, in a place that has no table."""
@@ -140,8 +140,8 @@ class Catalog:
 
     def _what_it_is(self, text: str, path: str) -> str:
         """The message for what is no op."""
-        found = _resolve(path if "." in path else f"torch.nn.{path}")
-        if isinstance(found, type) and issubclass(found, torch.nn.Module):
+        item = _resolve(path if "." in path else f"torch.nn.{path}")
+        if isinstance(item, type) and issubclass(item, torch.nn.Module):
             return (
                 f"{text!r} is a module, and tables name functions: its forward runs in the types of the "
                 f"functions that it calls; look up those"
@@ -198,8 +198,10 @@ def _resolve(path: str) -> object:
 
 def _list_functions(places: Iterable[object]) -> list[str]:
     """The names of functions in modules or classes; of several of one name the last counts."""
-    found = {name: isinstance(item, _FUNCTIONS) for place in places for name, item in vars(place).items()}
-    return [name for name, is_function in found.items() if is_function]
+    is_function_of = {
+        name: isinstance(item, _FUNCTIONS) for place in places for name, item in vars(place).items()
+    }
+    return [name for name, is_function in is_function_of.items() if is_function]
 
 
 def _ops_of(target: str) -> list[str]:

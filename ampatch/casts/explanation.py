@@ -30,7 +30,7 @@ SEE = "see the reason"
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
+class LevelEffect:
     """The type that an op runs in at one level, by the types of its floating arguments."""
 
     opt_level: str
@@ -53,18 +53,17 @@ class Name:
     dtype: torch.dtype | None = None  # registered for this type, whatever the level's is
     promotes: bool | None = None  # whether torch takes mixed types by itself; None: unknown
 
-    def effects(self) -> tuple[Effect, ...]:
-        """What happens at each level."""
+    def effects(self) -> tuple[LevelEffect, ...]:
         return tuple(self._effect(policy) for policy in OPT_LEVELS.values())
 
-    def _effect(self, policy: Policy) -> Effect:
+    def _effect(self, policy: Policy) -> LevelEffect:
         native = {True: "float32, by torch", False: "torch refuses", None: AS_TORCH}[self.promotes]
         half = "half" if policy.half is None else name_dtype(policy.half)
         if not policy.patch_torch_functions:
             because = f"the model is {half}; functions are not patched" if policy.casts_model else "no casts"
-            return Effect(policy.opt_level, "float32", half, native, because)
+            return LevelEffect(policy.opt_level, "float32", half, native, because)
         if self.cast is None:
-            return Effect(policy.opt_level, "float32", half, native, "no row")
+            return LevelEffect(policy.opt_level, "float32", half, native, "no row")
         lower = half if self.dtype is None else name_dtype(self.dtype)
         float32, of_half, mixed = {
             Cast.LOWER: (lower, lower, lower),
@@ -78,7 +77,7 @@ class Name:
         because = f"patched: {self.cast.name}"
         if policy.float8_recipe is not None and self.path.rpartition(".")[2] == "linear":
             because += "; float8 in large nn.Linear, see amp.explain(model)"
-        return Effect(policy.opt_level, float32, of_half, mixed, because)
+        return LevelEffect(policy.opt_level, float32, of_half, mixed, because)
 
     def heading(self) -> str:
         """What happens to its arguments where functions are patched."""
@@ -96,10 +95,10 @@ class Explanation:
 
     def groups(self) -> list[tuple[Name, ...]]:
         """The names by what happens to them, in the order of the first of each group."""
-        found: dict[object, list[Name]] = {}
+        by_effect: dict[object, list[Name]] = {}
         for name in self.names:
-            found.setdefault((name.cast, name.effects()), []).append(name)
-        return [tuple(names) for names in found.values()]
+            by_effect.setdefault((name.cast, name.effects()), []).append(name)
+        return [tuple(names) for names in by_effect.values()]
 
     def __str__(self) -> str:
         blocks = [f"{self.op}, at each level"]

@@ -41,9 +41,9 @@ class KeptCast:
         """Whether the cast may be written again: nobody holds it, and its parameter still has its shape."""
         cast, parameter = self.cast, self.parameter
         # `count_holders` and `_is_in_place`, written out: each weight is asked at each step.
-        found = count_users(cast.untyped_storage()._cdata), count_references(cast), count_holders(cast)
+        holders = count_users(cast.untyped_storage()._cdata), count_references(cast), count_holders(cast)
         return (
-            (found == _OWN_HOLDERS or self._are_neighbours(found))
+            (holders == _OWN_HOLDERS or self._are_neighbours(holders))
             and cast._version == self.written
             and parameter.data_ptr() == self.pointer
             and parameter.requires_grad == self.requires_grad
@@ -64,9 +64,9 @@ class KeptCast:
             and (self.device is None or find_stream(self.device) == self.stream)
         )
 
-    def _are_neighbours(self, found: tuple[int | None, int, int | None]) -> bool:
+    def _are_neighbours(self, holders: tuple[int | None, int, int | None]) -> bool:
         """Whether what holds the cast beside us are other casts in its block of memory: no graph does."""
-        users, *others = found
+        users, *others = holders
         neighbours = getattr(self.cast, NEIGHBOURS, 0)
         return bool(neighbours) and users is not None and (users - neighbours, *others) == _OWN_HOLDERS
 
@@ -76,7 +76,6 @@ class KeptCast:
         return count_users(cast.untyped_storage()._cdata), count_references(cast), count_holders(cast)
 
     def is_only_here(self) -> bool:
-        """Whether nobody else has the parameter any more."""
         return self.count_references() <= _OWN_REFERENCES[self.requires_grad]
 
     def count_references(self) -> int:

@@ -102,9 +102,9 @@ def _cast_into_one_block(wrapper: Callable, name: str, cast: TensorCast) -> Call
     def recurrent(*args, **kwargs):
         if not is_compiling() and len(args) == 9 and not kwargs and _is_plain():
             is_packed = isinstance(args[1], Tensor) and not args[1].is_floating_point()  # sizes of batches
-            before, given, rest = args[: 2 + is_packed], args[2 + is_packed], args[3 + is_packed :]
-            weights = [cast(weight) for weight in given]
-            if _are_apart(weights) and not any(map(operator.is_, weights, given)):
+            before, weight_args, rest = args[: 2 + is_packed], args[2 + is_packed], args[3 + is_packed :]
+            weights = [cast(weight) for weight in weight_args]
+            if _are_apart(weights) and not any(map(operator.is_, weights, weight_args)):
                 _put_in_one_block(name, weights, rest[1], rest[4])
                 for weight in weights:
                     setattr(weight, NEIGHBOURS, len(weights) - 1)
@@ -119,11 +119,13 @@ def _are_apart(weights: Sequence[Tensor | None]) -> bool:
     first = weights[0]
     if not (isinstance(first, Tensor) and first.is_cuda and first.dtype in HALF_TYPES):
         return False
-    if not all(isinstance(it, Tensor) and it.dtype is first.dtype and it.is_cuda for it in weights):
+    if not all(
+        isinstance(weight, Tensor) and weight.dtype is first.dtype and weight.is_cuda for weight in weights
+    ):
         return False
-    if len({it.untyped_storage()._cdata for it in weights}) == 1:  # type: ignore[union-attr]
+    if len({weight.untyped_storage()._cdata for weight in weights}) == 1:  # type: ignore[union-attr]
         return False
-    if len({it.data_ptr() for it in weights}) < len(weights):  # type: ignore[union-attr]
+    if len({weight.data_ptr() for weight in weights}) < len(weights):  # type: ignore[union-attr]
         return False  # tied
     return torch.backends.cudnn.enabled and torch.version.hip is None and not FLATTEN.is_missing()
 

@@ -19,7 +19,6 @@ from ampatch.doctor.run import Run
 from ampatch.doctor.runs import Launch, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.notes import examine_silent
-from ampatch.doctor.silent.watch import plan_window
 from ampatch.doctor.suspects import (
     describe_scale,
     fall_of,
@@ -28,6 +27,8 @@ from ampatch.doctor.suspects import (
     has_scaler,
     is_flat,
     leave_out_mended,
+    plan_looks,
+    plan_window,
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
 from ampatch.doctor.trial.learning import can_try, find_what_learns
@@ -37,6 +38,7 @@ from ampatch.tools.folder import temporary_folder
 MOST_TRACED = 8  # attempts of one run
 # CPU of all runs: times that of the watched one, which is about 1.6 times the script's own, and seconds.
 MOST_TIMES, MOST_SECONDS = 6.0, 20.0
+LONG = 300.0  # CPU seconds of the watched run
 LESS = 0.1  # of the loss: it falls so much less than in float32
 FEWEST_TIMED = 5  # steps, for a median
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
@@ -56,6 +58,7 @@ class Campaign:
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
     ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
     first_in_float32: Seen | None = None
+    enough: int | None = None  # attempts in float32, of a long script
     spent: list[float] = field(default_factory=list)  # CPU seconds of each run
     silent: list[Finding] = field(default_factory=list)  # of the watched and the traced run
 
@@ -74,8 +77,9 @@ class Campaign:
         sample = pick_sample(seen.shares, attempts)
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
+        looks = plan_looks(attempts) if self.spent[0] <= LONG else ()
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
-        run = replace(run, is_brief=not seen.suspects)
+        run = replace(run, looks=looks, is_brief=not seen.suspects, raises="watched" in self.ended)
         origins = origins_of(self._start("traced", run)) if window else ()
         findings, hidden = findings_in(seen, origins), find_hidden(origins)
         if findings or hidden or sample is not None:
@@ -116,7 +120,8 @@ class Campaign:
         is_whole = not (findings or self.ended)
 
         def learns_less() -> bool:
-            return is_whole and fall_of(self._alone().attempts) >= fall_of(attempts[:ENOUGH]) + LESS
+            best = fall_of(self._alone().attempts[:ENOUGH]) if is_whole else 0.0
+            return is_whole and best >= fall_of(attempts[:ENOUGH]) + LESS
 
         silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), learns_less))
         tryable = next((it for it in silent if can_try(it, self.run)), None)
@@ -140,6 +145,7 @@ class Campaign:
             keep = modules_to_keep(found, again.oversized) if survives else ()
             own = {"halved": seen.halved, "has_scaler": has_scaler(seen.attempts)}
             facts = grown | own | {"half": growth.get("half")}
+            facts |= {"up_to": again.attempts[-1].step} if survives and self.enough else {}
             more = {"float32_survives": survives, "keep": keep}
             return [
                 explain(replace(it, **more, facts=it.facts | facts | {"places": places_of(it, found)}))
@@ -198,12 +204,18 @@ class Campaign:
     def _in_float32(self, seen: Seen, hidden: tuple[int, ...], sample: int | None) -> Seen:
         """Runs the script in float32, and traces there what a loss scale may have hidden.
 
-        Where the script may have given up on a bad loss, what it then did is traced as well.
+        Where the script may have given up on a bad loss, what it then did is traced as well. A long script
+        ends some steps after what broke.
         """
         left_out = tuple(index for index, it in enumerate(seen.attempts) if it.left_out)
         window = left_out + ((len(seen.attempts),) if seen.is_open else ()) + hidden
         run = replace(self.run, level="O0", float32=True, goes_on=True, sample=sample)
-        return self._start("float32", replace(run, traces=bool(window), window=window))
+        if self.spent[0] > LONG and seen.suspects:
+            self.enough = seen.suspects[:MOST_TRACED][-1] + ENOUGH
+        run = replace(run, traces=bool(window), window=window, most=self.enough)
+        again = self._start("float32", run)
+        self.first_in_float32 = again if sample is None else None  # which has weights of another run
+        return again
 
     def _alone(self) -> Seen:
         """Returns what the first steps of the script are in float32, of one run."""
@@ -213,9 +225,9 @@ class Campaign:
         return self.first_in_float32
 
     def _survives(self, seen: Seen, again: Seen) -> bool | None:
-        """Says whether the run in float32 stayed finite to its end."""
+        """Says whether the run in float32 stayed finite to its end, or as far as it was made."""
         broken = [attempt for attempt in again.attempts if not attempt.is_finite]
-        if not broken and len(again.attempts) < len(seen.attempts):
+        if not broken and len(again.attempts) < len(seen.attempts[: self.enough]):
             self.unknown.append("in float32 the script ended before its last step")
             return None
         survives = not broken and not any(it.has_reached for it in again.origins)

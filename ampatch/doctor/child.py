@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import linecache
+import os
 import pickle
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 import torch
 
@@ -18,13 +23,17 @@ from ampatch.doctor.instruments import precision
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
+from ampatch.doctor.instruments.tape import Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
 from ampatch.doctor.run import Run
 from ampatch.doctor.runs import Seen
-from ampatch.doctor.silent.watch import Silent
+from ampatch.doctor.silent.gradients import Ranges
+from ampatch.doctor.silent.looks import Looks
+from ampatch.doctor.silent.notes import Notes
+from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.text.source import changed_texts
-from ampatch.doctor.trial.edited import edited
+from ampatch.patching.patcher import Patcher
 from ampatch.tools.seeds import set_seeds
 
 
@@ -55,39 +64,35 @@ def carry_out(run: Run) -> None:
 def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     """Has a run looked at until its clock is undone; returns what tells what was seen."""
     clock.wrap(torch, "set_anomaly_enabled", lambda enable, mode, check_nan=True: enable(mode, False))
-    if run.traces:  # an error in a backward pass is raised with the line of its forward
+    if run.raises:  # an error in a backward pass with the line of its forward
         torch.set_anomaly_enabled(True, False)
         clock.undo.callback(torch.set_anomaly_enabled, False)
     without_gpu = precision.note_autocast_without_gpu(clock.undo)
     halved = precision.note_halved(clock.undo)
-    if run.float32:
-        precision.without_casts(clock.undo)
-        precision.OwnFloat32().follow(clock.undo)
-    if run.bfloat16:
-        precision.make_with(torch.autocast, clock.undo, dtype=torch.bfloat16)
-    if run.init_scale is not None:
-        precision.make_with(torch.amp.GradScaler, clock.undo, init_scale=run.init_scale)
-    if run.rate != 1.0:
-        precision.LoweredRates(clock, run.rate)
+    change(run, clock)
     watch, growth = Watch(clock, run.most), None if run.every is None else Growth(clock, run.every)
-    brakes = Brakes(clock) if run.speed else None
+    tape = Tape(clock)
+    brakes = Brakes(tape) if run.speed else None
     oversized = precision.Oversized(clock) if run.float32 else None
-    silent = Silent(clock, run.window or ())
+    scaled, ranges = Scaled(clock, notes := Notes(clock)), Ranges(clock)
+    looks = Looks(tape, notes, (*run.looks, *(run.window or ())), scaled)
     if run.sample is not None:
         Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)
-    trace = Trace(clock, run.window, run.goes_on, run.is_brief) if run.traces else None
+    last = max(run.looks, default=0)
+    trace = Trace(tape, run.window, run.goes_on, run.is_brief, last) if run.traces else None
     clock.follow_run()
     if run.keep_fp32:
         precision.Keeper(run.keep_fp32, clock)
     if trace:
         torch.compiler.set_stance("force_eager")
-        Operations(clock, [it for it in (brakes, *silent.rules, trace) if it]).follow()
+        Operations(tape, [it for it in (brakes, looks, trace) if it]).follow()
 
     def seen() -> Seen:
+        scaled.close()
         return Seen(
             *(tuple(watch.attempts), watch.is_open, watch.is_half, tuple(trace.found() if trace else ())),
-            silent=silent.found(),
-            shares=silent.ranges.shares,
+            silent=tuple(notes.found.values()),
+            shares=ranges.shares,
             growth=growth.to_json() if growth else None,
             speed=brakes.to_json() if brakes else None,
             halved=tuple(halved),
@@ -97,3 +102,42 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
         )
 
     return seen
+
+
+def change(run: Run, clock: Clock) -> None:
+    """Has a script use other types, scales and rates than its own, until the clock is undone."""
+    if run.float32:
+        precision.without_casts(clock.undo)
+        precision.OwnFloat32().follow(clock.undo)
+    if run.bfloat16:
+        precision.make_with(torch.autocast, clock.undo, dtype=torch.bfloat16)
+    if run.init_scale is not None:
+        precision.make_with(torch.amp.GradScaler, clock.undo, init_scale=run.init_scale)
+    if run.rate != 1.0:
+        precision.LoweredRates(clock, run.rate)
+
+
+@contextmanager
+def edited(texts: Mapping[str, str]) -> Iterator[None]:
+    """Has scripts and modules be compiled from these texts, by the absolute paths of their files."""
+    patcher, read, load = Patcher(), io.open_code, SourceFileLoader.get_code
+
+    def open_code(path: str) -> io.BufferedIOBase:
+        text = texts.get(os.path.abspath(path))
+        return read(path) if text is None else io.BytesIO(text.encode())
+
+    def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
+        text = texts.get(os.path.abspath(loader.path))
+        return load(loader, name) if text is None else loader.source_to_code(text.encode(), loader.path)
+
+    for path, text in texts.items():
+        linecache.cache[path] = (len(text), None, text.splitlines(True), path)
+    if texts:
+        patcher.put(io, "open_code", open_code)
+        patcher.put(SourceFileLoader, "get_code", get_code)
+    try:
+        yield
+    finally:
+        patcher.close()
+        for path in texts:
+            linecache.cache.pop(path, None)

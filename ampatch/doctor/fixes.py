@@ -10,7 +10,6 @@ from ampatch.doctor.run import Run
 from ampatch.doctor.text.source import PASTED, Change, meets
 
 PARTS = {10: "tenth", 100: "hundredth"}
-ANOTHER = "or "  # begins what is said of a fix that stands behind another
 
 
 class Rank(IntEnum):
@@ -51,20 +50,12 @@ class Fix:
         """What is done of what is said, before what came of it."""
         return ""
 
-    def alone(self) -> Fix:
-        """Returns the fix as it is said when no other stands before it."""
-        return self
-
 
 @dataclass(frozen=True, slots=True)
 class Words(Fix):
     """What a reader has to do."""
 
     text: str
-
-    def alone(self) -> Fix:
-        """Returns it without its "or"."""
-        return Words(self.text.removeprefix(ANOTHER))
 
     def __str__(self) -> str:
         return self.text
@@ -217,10 +208,6 @@ class Paste(Fix):
         if any(meets(one, other) for one in self.changes for other in run.changes):
             return None
         return replace(run, changes=(*run.changes, *self.changes))
-
-    def alone(self) -> Fix:
-        """Returns it without its "or"."""
-        return replace(self, title=self.title.removeprefix(ANOTHER))
 
     def __str__(self) -> str:
         return PASTED.join((f"{self.title}:", *self._shown())) if self.are_shown else self.title

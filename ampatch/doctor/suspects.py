@@ -9,6 +9,7 @@ from ampatch.doctor.instruments.watch import Attempt
 
 FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning
 FEWEST = 16  # steps in which a loss falls
+FIRST = 16  # attempts whose operations are looked at for silent faults
 MOST_OVERFLOWS = 2  # at a scale that was good before
 
 
@@ -66,6 +67,30 @@ def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     # A search that never ended found nothing: no scale is small enough.
     found, rest = found + search[:1] + search[1:][-1:], rest + search[1:-1]
     return (*sorted(found), *rest)
+
+
+def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, ...]:
+    """Returns attempts up to which a traced run goes on for silent faults: not beyond weights that broke."""
+    first = attempts[:FIRST]
+    last = next((index for index, attempt in enumerate(first) if not attempt.weights), len(first) - 1)
+    return tuple(index for index in (last, sample) if index is not None and index >= 0)
+
+
+def plan_looks(attempts: Sequence[Attempt]) -> tuple[int, ...]:
+    """Returns later attempts to look at for silent faults: ever fewer, and the last; none of lost weights."""
+    end = next((index for index, it in enumerate(attempts) if not it.weights), len(attempts))
+    return tuple(it for it in range(FIRST, end) if is_sample(it) or it == len(attempts) - 1)
+
+
+def is_sample(attempt: int) -> bool:
+    """Says whether an attempt is looked at closely: all at first, and then ever fewer.
+
+    >>> [attempt for attempt in range(40) if is_sample(attempt)]
+    [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    """
+    while attempt > 3 and attempt % 2 == 0:
+        attempt //= 2
+    return attempt <= 3
 
 
 def is_collapse(attempts: Sequence[Attempt]) -> bool:

@@ -120,7 +120,10 @@ def describe_finding(finding: Finding) -> Iterator[str]:
     again = steps + ", ".join(map(str, finding.steps[1:])) if len(finding.steps) > 1 else ""
     if not {"error", "raised"} & finding.facts.keys():
         yield f"  first {finding.kind}{element}{sample}; {finding.count} in all{again}"
-    yield f"  {SURVIVES[finding.float32_survives]}"
+    survives = SURVIVES[finding.float32_survives]
+    if "up_to" in finding.facts:
+        survives = f"the same run in float32 stays finite up to step {finding.facts['up_to']}, and ends there"
+    yield f"  {survives}"
 
 
 def describe_fixes(finding: Finding) -> Iterator[str]:

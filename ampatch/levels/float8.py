@@ -29,11 +29,11 @@ class Recipe:
             return ""
         if device.type != "cuda":
             return f"a {device.type} has no float8 products"
-        found = torch.cuda.get_device_capability(device)
-        if found >= self.capability:
+        own = torch.cuda.get_device_capability(device)
+        if own >= self.capability:
             return ""
         return (
-            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, and float8 "
+            f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}, and float8 "
             f"products need {self.capability[0]}.{self.capability[1]}"
         )
 

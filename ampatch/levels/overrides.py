@@ -88,8 +88,8 @@ def parse_flag(name: str, value: object) -> bool | None:
 
 
 def _resolve_half_type(level: Policy, overrides: Overrides) -> Policy:
-    dtype = _parse_half("dtype", overrides.dtype)
-    patch_type = _parse_half("patch_torch_functions_type", overrides.patch_torch_functions_type)
+    dtype = parse_half("dtype", overrides.dtype)
+    patch_type = parse_half("patch_torch_functions_type", overrides.patch_torch_functions_type)
     model_type = _parse_model_type(overrides.cast_model_type)
     if level.patch_torch_functions:
         _refuse_half_model(level, model_type)
@@ -118,7 +118,8 @@ def _parse_model_type(value: object) -> ModelType:
     return dtype
 
 
-def _parse_half(name: str, value: object) -> torch.dtype | None:
+def parse_half(name: str, value: object) -> torch.dtype | None:
+    """Reads a half type, or its name in a string; raises AmpValueError for other floating dtypes."""
     dtype = parse_dtype(name, value)
     if dtype not in (None, *HALF_TYPES):
         raise AmpValueError(f"{name}={value!r}: expected torch.float16 or torch.bfloat16")
@@ -126,11 +127,11 @@ def _parse_half(name: str, value: object) -> torch.dtype | None:
 
 
 def _agree(**dtypes: ModelType) -> ModelType:
-    given = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
-    if len(set(given.values())) > 1:
-        text = " and ".join(f"{name}={dtype}" for name, dtype in given.items())
+    named = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+    if len(set(named.values())) > 1:
+        text = " and ".join(f"{name}={dtype}" for name, dtype in named.items())
         raise AmpValueError(f"{text} contradict each other: give one of them")
-    return next(iter(given.values()), None)
+    return next(iter(named.values()), None)
 
 
 def _refuse_half_model(level: Policy, model_type: ModelType) -> None:
@@ -171,20 +172,20 @@ def _resolve_flags(policy: Policy, overrides: Overrides) -> Policy:
 
 
 def _resolve_recipe(policy: Policy, overrides: Overrides) -> str | None:
-    given, level = overrides.float8_recipe, policy.opt_level
+    recipe, level = overrides.float8_recipe, policy.opt_level
     if policy.float8_recipe is not None and not policy.patch_torch_functions:
         raise AmpValueError(
             f"patch_torch_functions=False contradicts {level}, whose layers in float8 take what functions "
             f"are cast to: leave it out, or use opt_level='O0'"
         )
-    if given in (None, "None"):
+    if recipe in (None, "None"):
         return policy.float8_recipe
     if policy.float8_recipe is None:
         raise AmpValueError(
-            f"float8_recipe={given!r} contradicts {level}: use opt_level='O6', or leave it out"
+            f"float8_recipe={recipe!r} contradicts {level}: use opt_level='O6', or leave it out"
         )
-    find_recipe(given)
-    return str(given)
+    find_recipe(recipe)
+    return str(recipe)
 
 
 def _resolve_loss_scale(level: Policy, policy: Policy, overrides: Overrides) -> LossScale:

@@ -60,7 +60,6 @@ class Private:
         return Private(parent, self.lost).find(), attribute
 
     def is_missing(self) -> bool:
-        """Whether this torch lacks it."""
         return self.find(self) is self
 
 
@@ -212,7 +211,8 @@ is_transformed = TRANSFORMED.find(bool)
 _is_wrapped, _unwrap = IS_WRAPPED.find(bool), UNWRAP.find(_nothing)
 
 
-set_data = Tensor.data.__set__  # type: ignore[attr-defined]  # bound before anything is patched
+# Bound before anything is patched.
+set_data, set_grad = Tensor.data.__set__, Tensor.grad.__set__  # type: ignore[attr-defined]
 TAKES_ANY_GRAD = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on
 
 
@@ -225,13 +225,13 @@ def allow_any_grad(param: Tensor) -> None:
         param.grad_dtype = None
 
 
-def give_float32_grad(half: Tensor, write: Callable[[Tensor], None], grad: Tensor) -> None:
-    """Has a half parameter hold a float32 gradient, in a torch that refuses it; `write` assigns its `.grad`.
+def give_float32_grad(half: Tensor, grad: Tensor) -> None:
+    """Has a half parameter hold a float32 gradient, in a torch that refuses it.
 
     A gradient must have its parameter's type when it is assigned, and may have another one later.
     """
     held = torch.zeros_like(grad, dtype=half.dtype) if grad.is_sparse else torch.empty_like(half)
-    write(held)
+    set_grad(half, held)
     set_data(held, grad)
 
 

@@ -10,7 +10,6 @@ from torch.nn import Module
 
 
 def has_ranks() -> bool:
-    """Whether there are process groups at all."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -36,5 +35,4 @@ def select_sharded(modules: Iterable[Module]) -> list[Module]:
 
 
 def is_sharded(module: Module) -> bool:
-    """Whether FSDP2 has sharded a module."""
     return hasattr(module, "set_requires_gradient_sync")

@@ -29,7 +29,6 @@ _INSIDE = (f"{Path(torch.__file__).parent}{os.sep}", PACKAGE)
 
 
 def is_running(frame: FrameType | None) -> bool:
-    """Whether a call is on this thread's stack."""
     return frame is None or _is_below(frame, sys._getframe(1))
 
 

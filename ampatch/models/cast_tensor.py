@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ampatch.levels.private import set_grad
 from ampatch.models.rounding import Effect, find_effect
 from ampatch.steps.grads.plain import cast_grads
 from ampatch.steps.masters.tensors import is_wrapper
@@ -158,9 +159,10 @@ class CastTensor:
         """Casts the tensor back: float32 values where they hold, and the gradient that counts."""
         current = self.find()
         values = self._values.get(current).read().detach()
-        grad, current.grad = self._find_grad(current, values), None
+        grad = self._find_grad(current, values)
+        set_grad(current, None)
         _set_values(current, values)
-        current.grad = grad
+        set_grad(current, grad)
         self._values.forget(current)
 
     def _find_grad(self, current: Tensor, values: Tensor) -> Tensor | None:

@@ -80,7 +80,6 @@ class BoundNames:
             References(held).exchange()
 
     def list_wrappers(self) -> list[tuple[Function, object]]:
-        """Returns the wrappers, each with its original."""
         return list(self._originals.items())
 
     def look_for_tables(self, kinds: set[type], original: object) -> None:
@@ -168,9 +167,9 @@ class Search:
 
     def _exchange(self, value: object, depth: int) -> object:
         """Returns what belongs in the place of `value`, after a look inside it."""
-        found = self._replacements.get(id(value))
-        if found is not None:
-            return found[1]
+        pair = self._replacements.get(id(value))
+        if pair is not None:
+            return pair[1]
         kind = type(value)
         if depth == 0 or kind in _DATA:
             return value

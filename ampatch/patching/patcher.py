@@ -125,7 +125,6 @@ class SessionPatch:
         """Drops what was remembered for the patches."""
 
     def open(self, undo: ExitStack) -> None:
-        """Patches, unless it is done; `undo` receives the way back."""
         if self._patcher is None:
             self.patch(self._begin(undo))
 

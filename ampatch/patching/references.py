@@ -156,7 +156,7 @@ class References:
 
 
 def _get_referrers(objects: Sequence[object]) -> list[object]:
-    """What refers to some objects, without the arguments of this very question, as Python 3.13 returns them."""
+    """What refers to some objects, but for the tuple of this very question, which Python 3.13 returns too."""
     given = tuple(objects)
     return [holder for holder in gc.get_referrers(*given) if holder is not given]
 
@@ -166,8 +166,8 @@ def _find_owners(dicts: Sequence[dict]) -> dict[int, object]:
     asked = [
         names for names in dicts if "__module__" in names or any(isinstance(key, tuple) for key in names)
     ]
-    found = {}
+    owners = {}
     for owner in _get_referrers(asked) if asked else ():
         if isinstance(owner, type) or type(owner).__name__ == _CACHE:
-            found |= {id(names): owner for names in gc.get_referents(owner) if isinstance(names, dict)}
-    return found
+            owners |= {id(names): owner for names in gc.get_referents(owner) if isinstance(names, dict)}
+    return owners

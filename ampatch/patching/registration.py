@@ -38,8 +38,8 @@ def validate_place(module: object, name: str) -> None:
     if not hasattr(module, name):
         raise AmpValueError(f"no function named {name!r} in {owner}: check the name and the module")
     if not callable(getattr(module, name)):
-        found = type(getattr(module, name)).__name__
-        raise AmpValueError(f"{owner}.{name} is a {found}: expected a function")
+        kind = type(getattr(module, name)).__name__
+        raise AmpValueError(f"{owner}.{name} is a {kind}: expected a function")
 
 
 def decorate(function: Function, cast: Cast, dtype: torch.dtype | None = None) -> Function:

@@ -51,12 +51,12 @@ class Attachments:
 
     def make(self, request: Request, around: Surroundings) -> list[AmpOptimizer]:
         """Returns what is kept for the optimizers of a call, or for those in wrappers."""
-        found = []
-        for given in request.optimizers:
-            optimizer = unwrap_optimizer(given)
+        amps = []
+        for outer in request.optimizers:
+            optimizer = unwrap_optimizer(outer)
             masters = MasterParams(_find_inner(optimizer), self._data_watch.touched)
-            found.append(AmpOptimizer(optimizer, masters, around, given))
-        return found
+            amps.append(AmpOptimizer(optimizer, masters, around, outer))
+        return amps
 
     def open(self, request: Request, caster: ModelCaster, amps: Sequence[AmpOptimizer], call: Call) -> None:
         """Puts hooks and masters onto the optimizers and models of a call; `call.undo` takes them away."""
@@ -76,7 +76,7 @@ class Attachments:
 
     def _watch_ranks(self, model: Module, amps: Sequence[AmpOptimizer], call: Call) -> None:
         known = {id(param) for param in model.parameters()}
-        listeners = [amp.local for amp in amps if not known.isdisjoint(map(id, amp.model_params()))]
+        listeners = [amp.local for amp in amps if not known.isdisjoint(map(id, amp.masters.model_params()))]
         sharded = select_sharded(model.modules())
         validate_sharded(sharded)
         for local in listeners:
@@ -196,7 +196,6 @@ def _find_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _order_hooks(optimizer: Optimizer) -> None:
-    """Makes an optimizer's dictionaries of hooks ordered: torch cannot add a hook to a plain one."""
     for kind in ("step_pre", "step_post", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post"):
         name = f"_optimizer_{kind}_hooks"
         if type(getattr(optimizer, name, None)) is dict:
@@ -232,7 +231,9 @@ def _make_copy(new: Callable[..., Optimizer], args: tuple) -> Optimizer:
         masters = MasterParams([copied], set())
         for half, master in state[1]:
             masters.add(Weight(half), master)
-        _attach(AmpOptimizer(copied, masters, Surroundings()), True, functools.partial(_take_alone, masters))
+        amp = AmpOptimizer(copied, masters, Surroundings())
+        _attach(amp, True, functools.partial(_take_alone, masters))
+        copied.register_step_post_hook(amp.grads.leave)
 
     copied.__setstate__ = set_state  # type: ignore[method-assign]
     return copied

@@ -135,7 +135,7 @@ def refuse_uneven(original: Callable[..., None], members: Members) -> Callable[.
         parts = [one.module for one in joinables if isinstance(one, DistributedDataParallel)]
         params = {param for part in parts for param in part.parameters()}
         for amp in members.optimizers() if enable else ():
-            is_joined = amp.optimizer in joinables or not params.isdisjoint(amp.model_params())
+            is_joined = amp.optimizer in joinables or not params.isdisjoint(amp.masters.model_params())
             is_dynamic = any(scaler.is_dynamic for scaler in amp.call.scalers)
             if is_joined and (is_dynamic or any(amp.masters)):
                 raise AmpError(

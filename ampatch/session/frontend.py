@@ -76,8 +76,8 @@ def initialize(
 
     - `opt_level`: "O0" float32; "O1" (float16) and "O4" (bfloat16) patch torch's functions with
       casts; "O2" and "O5" cast the model and keep float32 master params; "O3" casts everything;
-      "O6" is O4 with the products of large linear layers in float8. By default "O4" for models on a
-      CPU, where float16 is slow, and "O1" elsewhere.
+      "O6" is O4 with the products of large linear layers in float8. By default that of an
+      earlier call; of the first call "O4" for models on a CPU, where float16 is slow, and "O1" elsewhere.
     - `dtype`: float16 or bfloat16 instead of the level's half type.
     - `loss_scale`: a number, "dynamic" or an `amp.DynamicLossScale`; `min_loss_scale` and
       `max_loss_scale` bound "dynamic". One scaler is made for each of `num_losses`.
@@ -123,7 +123,8 @@ def _initialize(
         SESSION.disable(optimizer_list)
         return returned
     options = {name: overrides.pop(name) for name in ("alarms", "post_mortem", "diagnose")}
-    opt_level = suited_level(model_list) if opt_level is None else opt_level
+    if opt_level is None:
+        opt_level = SESSION.calls[-1].policy.opt_level if SESSION.calls else suited_level(model_list)
     policy = resolve(opt_level, Overrides(**overrides))  # type: ignore[arg-type]  # checked there
     _validate_num_losses(num_losses)
     if not isinstance(verbosity, int):  # True and False are 1 and 0, as scripts write
@@ -144,12 +145,12 @@ def _initialize(
     return returned
 
 
-def _as_tuple(given: object) -> tuple:  # type: ignore[type-arg]  # Session.open checks what is in it
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+def _as_tuple(value: object) -> tuple:  # type: ignore[type-arg]  # Session.open checks what is in it
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _parse_float8_layers(policy: Policy, given: object) -> tuple[Keep, ...]:
-    layers = normalize_keep(given, "float8_layers")
+def _parse_float8_layers(policy: Policy, value: object) -> tuple[Keep, ...]:
+    layers = normalize_keep(value, "float8_layers")
     if layers and policy.float8_recipe is None:
         raise AmpValueError(
             f"float8_layers contradicts {policy.opt_level}: use opt_level='O6', or leave it out"
@@ -193,15 +194,15 @@ def scale_loss(
     """
     if not SESSION.calls:
         SESSION.require_open()
-    given = optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
-    if SESSION.is_disabled and SESSION.is_passive(given):
+    named = optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
+    if SESSION.is_disabled and SESSION.is_passive(named):
         return PassedThrough(loss)
     if not isinstance(loss, Tensor):
         raise AmpTypeError(
             f"loss is a {type(loss).__name__}: expected a tensor, the output of the loss function"
         )
     amps = []
-    for index, optimizer in enumerate(given):
+    for index, optimizer in enumerate(named):
         amps.append(SESSION.find(optimizer, index))
     scalers = SESSION.scalers(of_last_call=True) if of_last_call or not amps else amps[0].call.scalers
     return ScaledLoss(

@@ -37,11 +37,10 @@ class Members:
         copied._modules = [place for place in self._modules if place[0]() is not None]
         copied._optimizers = {key: find for key, find in self._optimizers.items() if find() is not None}
         copied.float8 = self.float8.copy()
-        copied._passive = [given for given in self._passive if given() is not None]
+        copied._passive = [reference for reference in self._passive if reference() is not None]
         return copied
 
     def restore(self, others: Members) -> None:
-        """Takes the place of others, which are not used any more."""
         vars(self).update(vars(others))
 
     # Modules
@@ -65,14 +64,14 @@ class Members:
 
     def map_values(self) -> dict[int, Float32Values]:
         """The float32 values that know the modules' tensors, by the id of the tensor."""
-        found: dict[int, Float32Values] = {}
+        by_id: dict[int, Float32Values] = {}
         for module, values in self._live_modules():
             for _, tensor in list_tensors(module) if values is not None else ():
                 if tensor in values:
-                    found[id(tensor)] = values
+                    by_id[id(tensor)] = values
                 else:
-                    found.setdefault(id(tensor), values)
-        return found
+                    by_id.setdefault(id(tensor), values)
+        return by_id
 
     # Optimizers
 
@@ -81,7 +80,9 @@ class Members:
         amp.call = call
         names = [amp.find_given(), *amp.masters.optimizers]
         self._optimizers |= dict.fromkeys(map(id, names), weakref.ref(amp))
-        self._passive = [given for given in self._passive if all(given() is not one for one in names)]
+        self._passive = [
+            reference for reference in self._passive if all(reference() is not one for one in names)
+        ]
 
     def find(self, optimizer: object) -> AmpOptimizer | None:
         """Returns what is kept for an optimizer, or for the one that a trainer has wrapped."""
@@ -119,7 +120,6 @@ class Members:
         return [amp for amp in amps if amp.thread in own]
 
     def count(self) -> int:
-        """How many optimizers there are, or names of them."""
         return len(self._optimizers)
 
     def weights(self) -> Iterator[Weight]:
@@ -132,13 +132,12 @@ class Members:
     # Calls with enabled=False
 
     def add_passive(self, optimizers: Iterable[object]) -> None:
-        """Adds optimizers that pass through."""
         self._passive += map(refer, optimizers)
 
     def is_any_passive(self, optimizers: Sequence[object]) -> bool:
         """Whether one of these passes through."""
         names = [one for optimizer in optimizers for one in _look_through(optimizer)]
-        return any(given() is one for one in names for given in self._passive)
+        return any(reference() is one for one in names for reference in self._passive)
 
 
 def _look_through(optimizer: object) -> list[object]:

@@ -83,10 +83,8 @@ def _validate_state(key: object, state: object) -> None:
         )
     expected = {"loss_scale", "unskipped"}
     if not isinstance(state, Mapping) or set(state) != expected:
-        found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
-        raise AmpValueError(
-            f"state_dict[{key!r}] has {found}: expected {sorted(expected)}; nothing is loaded"
-        )
+        held = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise AmpValueError(f"state_dict[{key!r}] has {held}: expected {sorted(expected)}; nothing is loaded")
     validate_scale(f"nothing is loaded, state_dict[{key!r}]['loss_scale']", state["loss_scale"])
     unskipped = state["unskipped"]
     if not is_number(unskipped) or not 0 <= unskipped < 2**31:

@@ -130,7 +130,7 @@ class Session(Surroundings):
             self._patching.push(patching.pop_all())
         # Nothing raises from here on: what follows cannot be undone exactly.
         for amp in amps:
-            self._attachments.drop_scaled("initialize", amp.model_params())
+            self._attachments.drop_scaled("initialize", amp.masters.model_params())
         self.data_watch.halved.clear()  # by this call
         if policy.is_pure_half:
             caster.forget_originals()
@@ -225,7 +225,6 @@ class Session(Surroundings):
         return not self.calls or self.members.is_any_passive(optimizers)
 
     def require_open(self) -> None:
-        """Raises NotInitializedError before `initialize`."""
         if not self.calls and not self.is_disabled:
             raise NotInitializedError(
                 "ampatch is not initialized: call amp.initialize(model, optimizer) first"

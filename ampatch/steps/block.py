@@ -124,8 +124,9 @@ class ScaledLoss(NotYetScaled):
     def adopt(self, others: Iterable[AmpOptimizer]) -> None:
         """Unscales their gradients at its end, too: a backward of the scaled loss is about to make some."""
         for optimizer in others:
-            if optimizer.is_idle() and optimizer not in self.optimizers:
-                optimizer.begin_block(self.scale, self)
+            adds = optimizer.scale is self.scale and optimizer.phase is not Phase.READ
+            if not adds and optimizer.block is None and optimizer not in self.optimizers:
+                optimizer.begin_block(self.scale, self, is_named=False)
                 self._others.append(optimizer)
 
     def release(self, optimizer: object = None) -> bool:
@@ -140,8 +141,8 @@ class ScaledLoss(NotYetScaled):
             "an optimizer that the block does not name steps inside of its backward, where gradients are "
             "still scaled: step after the block, and name the optimizer in scale_loss"
         )
-        named = {id(param) for one in self.optimizers for param in one.stepped_params()}
-        if not named.isdisjoint(id(param) for one in others for param in one.stepped_params()):
+        named = {id(param) for one in self.optimizers for param in one.masters.stepped_params()}
+        if not named.isdisjoint(id(param) for one in others for param in one.masters.stepped_params()):
             self._end()  # they share gradients
             return True
         self._others, done = [], set()

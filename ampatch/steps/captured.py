@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
@@ -32,9 +31,6 @@ class Capturable(Protocol):
     def hold(self, scale: Scale | None) -> None:
         """Notes what the gradients are multiplied by until they are settled."""
 
-    def stepped_params(self) -> list[Tensor]:
-        """The parameters that hold the gradients in float32."""
-
     def repeat_step(self) -> None:
         """Notes that a step ran in a CUDA graph that was replayed."""
 
@@ -44,7 +40,7 @@ class CapturedGrads:
 
     def __init__(self, amp: Capturable) -> None:
         self.find_optimizer = weakref.ref(amp)
-        params = [param for param in amp.stepped_params() if id(param) not in amp.from_before]
+        params = [param for param in amp.masters.stepped_params() if id(param) not in amp.from_before]
         self._grads = [(param, param.grad) for param in params if param.grad is not None]
 
     def forget(self, amp: Capturable) -> None:

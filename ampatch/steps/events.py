@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 Tells = tuple[Callable[[object], object], ...]
 Opening = TypeVar("Opening")
@@ -69,20 +69,10 @@ class Events:
     Whoever publishes one calls them: `for tell in events.block_begins: tell(block)`.
     """
 
-    call_opens: Tells
-    call_is_set_up: Tells
-    call_opened: Tells
-    block_begins: Tells
-    block_ends: Tells
-    block_ended: Tells
-    plain_backward_begins: Tells
-    plain_backward_ended: Tells
-    late_backward_begins: Tells
-    wrapper_is_used: Tells
-    step_begins: Tells
-    step_ended: Tells
-    session_closes: Tells
-    session_closed: Tells
+    if TYPE_CHECKING:
+
+        def __getattr__(self, event: str) -> Tells:
+            """What is told of an event, by the name of the method that hears of it."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
@@ -99,8 +89,9 @@ class Events:
         self._sort()
 
     def _sort(self) -> None:
-        for name in Events.__annotations__:
-            silent = getattr(Listener, name)
+        for name, silent in vars(Listener).items():
+            if name.startswith("_"):
+                continue
             hearing = [one for one in self._listeners if getattr(type(one), name) is not silent]
             setattr(self, name, tuple(getattr(one, name) for one in hearing))
 

@@ -52,7 +52,7 @@ class AmpOptimizer:
         self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
         self._lock = masters.lock
-        self._grads = MasterGrads(masters.pairs)
+        self.grads = MasterGrads(masters.pairs)
         self.around, self._events = around, around.events
         self.phase = Phase.UNSCALED
         self.scale: Scale | None = None  # by which gradients are multiplied that are DELAYED, LOCAL or READ
@@ -75,27 +75,6 @@ class AmpOptimizer:
         """The parameters that the optimizer steps: masters where there are any."""
         return list_params(self.optimizer)
 
-    def own_params(self) -> list[Tensor]:
-        """The parameters that are no masters, and so hold their gradients themselves."""
-        return self.masters.select_others(self.params())
-
-    def model_params(self) -> list[Tensor]:
-        """The parameters that backward gives gradients to."""
-        return [*self.own_params(), *(pair.half for pair in self.masters)]
-
-    def stepped_params(self) -> list[Tensor]:
-        """The parameters that hold the gradients in float32: masters, and those that need none."""
-        masters = self.masters.by_master
-        params = [
-            param
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-            if id(param) not in masters
-        ]
-        for pair in self.masters.pairs:
-            params.append(pair.master)
-        return params
-
     # A block of scale_loss
 
     def is_plain(self) -> bool:
@@ -105,12 +84,10 @@ class AmpOptimizer:
             return False
         return self.phase is Phase.UNSCALED
 
-    def is_idle(self) -> bool:
-        """Whether no block of the optimizer is open, and no scaled gradients wait for one."""
-        return self.block is None and self.phase is Phase.UNSCALED
-
-    def begin_block(self, scale: Scale, block: OpenBlock) -> None:
+    def begin_block(self, scale: Scale, block: OpenBlock, *, is_named: bool = True) -> None:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
+
+        What waits at another scale is settled, where the block names the optimizer or ranks will average.
 
         Raises AmpError inside another block of this optimizer, unless the scale is a static 1: their
         gradients would mix.
@@ -126,16 +103,21 @@ class AmpOptimizer:
         if scale.capture is not None or self.capture is not None:
             enter_capture(self, scale.capture)
             self.capture = scale.capture
-            self.from_before = {id(param) for param in self.stepped_params() if param.grad is not None}
+            self.from_before = {
+                id(param) for param in self.masters.stepped_params() if param.grad is not None
+            }
+        if self.phase is Phase.LOCAL and self.scale is not scale:
+            self._read_local()  # ranks have not averaged them yet: they are scaled again
         if self.phase is Phase.READ:
-            scale_again(self.own_params(), self.masters, scale)
+            scale_again(self.masters.own_params(), self.masters, scale)
             self.phase, self.scale = Phase.LOCAL, scale
-        elif self.phase is not Phase.UNSCALED and self.scale is not scale:
+        waits_apart = self.phase is Phase.DELAYED and self.scale is not scale
+        if waits_apart and (is_named or self.local.are_coming()):
             self.settle()
         has_masters = bool(self.masters.pairs)
         if self.phase is not Phase.LOCAL and (not scale.is_identity or (has_masters and has_ranks())):
             if has_masters:
-                self._grads.share()
+                self.grads.share()
             self.set_aside()
 
     def set_aside(self) -> None:
@@ -144,29 +126,40 @@ class AmpOptimizer:
         Those are scaled by another scale, or DistributedDataParallel makes them: it refuses to add half
         gradients to float32 ones.
         """
-        self.earlier.take(self.stepped_params())
-        if self.earlier.pairs and self.masters.pairs:
-            self._grads.take_away()
-        elif self._doubt is not None and not (self.earlier.pairs or has_ranks()):
+        self.earlier.take(self.masters.stepped_params())
+        if self._doubt is not None and not (self.earlier.pairs or has_ranks()):
             self._doubt = None  # they were cleared; of ranks each has to look, or none
 
-    # A backward pass, of an optimizer with masters
+    # A backward pass
+
+    def begin_plain_backward(self) -> None:
+        """Unscales what waits: what is about to be added to it is not scaled."""
+        if self.phase is Phase.DELAYED:
+            self.settle()
+        elif self.phase is Phase.LOCAL:
+            self._read_local()
 
     def begin_backward(self) -> None:
         """Has both sides of masters agree before gradients are added to theirs."""
-        if self.phase is not Phase.LOCAL:
-            self._grads.share(keeps_graphs=True)
+        if self.phase is Phase.READ:  # a plain one, which may average them
+            scale_again((), self.masters, Scale(self.scale.scaler, 1.0))
+        elif self.phase is not Phase.LOCAL:
+            self.grads.share(keeps_graphs=True)
             if self.block is None and has_ranks() and not self.earlier.pairs:
                 self.set_aside()
 
     def end_backward(self) -> None:
         """Gives masters the gradients that a backward has made, but for those that ranks will average."""
         local = self.local
-        if self.phase is Phase.LOCAL or ((local.coming or local.sharded) and local.are_coming()):
-            return
-        self._grads.share(keeps_graphs=self.block is not None)
-        if self.block is None:
-            self.restore_grads()
+        are_coming = (local.coming or local.sharded) and local.are_coming()
+        if self.phase is Phase.READ:
+            self.grads.share()
+            if not are_coming:
+                self.settle()
+        elif not (are_coming or self.phase is Phase.LOCAL):
+            self.grads.share(keeps_graphs=self.block is not None, adds=True)
+            if self.block is None:
+                self.restore_grads()
 
     # The end of a block: one of these four, then `restore_grads`
 
@@ -176,13 +169,13 @@ class AmpOptimizer:
         is_local = self.phase is Phase.LOCAL or self.local.are_coming()
         self.local.coming.clear()
         if not is_local:
-            self._grads.share()
+            self.grads.share()
         if self.scale is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
             self.earlier.change(functools.partial(scale.scale_clean, outcomes=self.pending))
         self.phase, self.scale = Phase.LOCAL if is_local else Phase.DELAYED, scale
         if done is not None:
-            done.update(id(param.grad) for param in self.stepped_params() if param.grad is not None)
+            done.update(id(param.grad) for param in self.masters.stepped_params() if param.grad is not None)
 
     def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> bool:
         """Unscales the new gradients, and returns whether there are any; no host sync.
@@ -191,13 +184,13 @@ class AmpOptimizer:
         """
         if self.masters.pairs:
             self.masters.install_again()
-            self._grads.share()
+            self.grads.share()
         if self.phase is not Phase.UNSCALED:
             self.phase, self.scale = Phase.UNSCALED, None
             self.restore_grads()  # scaled as well
         if scale.is_identity:
             return False
-        grads = find_grads(self.stepped_params())
+        grads = find_grads(self.masters.stepped_params())
         if done is not None:
             grads = [grad for grad in grads if id(grad) not in done]
             done.update(map(id, grads))
@@ -208,9 +201,17 @@ class AmpOptimizer:
         """Unscales what a block has made that does not name the optimizer.
 
         Most often nobody steps them: so the step looks for an overflow, in those that are there by then.
+        What waits, waits on: the block may not have reached it.
         """
-        if self.local.are_coming():
+        held = self.scale
+        if self.phase is Phase.LOCAL or self.local.are_coming():
             self.delay(scale)
+        elif held is not None:
+            self.hold(None)
+            self.unscale(scale, scale.scaler.new_found_inf(), done)
+            for param in self.masters.stepped_params():
+                param.grad = None if param.grad is None else held.scale(param.grad)
+            self.hold(held)
         elif self.unscale(scale, scale.scaler.new_found_inf(), done) or has_ranks():
             self._doubt = scale
 
@@ -223,33 +224,30 @@ class AmpOptimizer:
         self.local.coming.clear()
         if self.phase is Phase.LOCAL or scale.is_identity:
             return
-        for param in self.stepped_params():
+        for param in self.masters.stepped_params():
             param.grad = None
-        self._grads.take_away()
 
     def restore_grads(self) -> None:
         """Puts earlier gradients back, with the new ones added."""
         if not self.earlier.pairs:
             return
-        shares = self.phase is not Phase.LOCAL and bool(self.masters.pairs)
-        if shares:
-            self._grads.share()
+        if self.masters.pairs and self.phase is not Phase.LOCAL:
+            self.grads.share()
         self.earlier.give_back()
-        if shares:
-            self._grads.share()
 
     # Between blocks and steps
 
     def read_grads(self) -> None:
         """Has both sides of masters agree, for who reads them; unscales what waits for ranks."""
         with self._lock as is_free:
-            if is_free and self.phase is Phase.LOCAL:
-                if self.block is not None:
-                    return  # which unscales them at its end, as those of any block
-                scale, self._found_inf = self.scale, self._unscale_held()
-                self.phase, self.scale = Phase.READ, scale
-            elif is_free:
-                self._grads.share()
+            if is_free and self.phase is not Phase.LOCAL:
+                self.grads.share()
+            elif is_free and self.block is None:  # or the end of the block unscales them, as any
+                self._read_local()
+
+    def _read_local(self) -> None:
+        scale, self._found_inf = self.scale, self._unscale_held()
+        self.phase, self.scale = Phase.READ, scale
 
     def hold(self, scale: Scale | None) -> None:
         """Notes what the gradients are multiplied by until a later block, or the step, settles them."""
@@ -303,9 +301,9 @@ class AmpOptimizer:
         self.masters.install_again()
         sets_to_none = kwargs.get("set_to_none", args[0] if args else True)
         if sets_to_none:
-            self._grads.clear()
+            self.grads.clear()
         else:
-            self._grads.share()
+            self.grads.share()
         original(*args, **kwargs)
 
     # A step
@@ -339,6 +337,8 @@ class AmpOptimizer:
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Runs a closure inside a step: on the current weights, its gradients unscaled."""
         self.masters.copy_to_model()
+        self._skip.end(optimizer)  # what an overflow before has hidden is the closure's to clear
+        self.pending, self.last_outcomes = self.last_outcomes, []
         result = closure()
         self.masters.take_edits()
         self._before_update(optimizer)
@@ -352,7 +352,7 @@ class AmpOptimizer:
             if self.phase is not Phase.UNSCALED:
                 self.settle()
             if self.masters.pairs:
-                self._grads.share()
+                self.grads.share()
         if self._doubt is not None and not evaluates:  # else a closure clears them
             self._look_again()
         if self.pending:
@@ -394,6 +394,6 @@ class AmpOptimizer:
         """Leaves the gradients unscaled, asking no other rank, and takes the model's weights as they are."""
         self.is_closed, self.block = True, None
         self.settle()
-        self._grads.share()
-        drop_after_overflow(self.optimizer, [*self.params(), *self.model_params()], self.pending)
+        self.grads.share()
+        drop_after_overflow(self.optimizer, [*self.params(), *self.masters.model_params()], self.pending)
         self.masters.take_edits()

@@ -9,15 +9,17 @@ from typing import Protocol
 class Phase(enum.Enum):
     """By what the gradients of an optimizer are multiplied, and who takes that off again.
 
-    | phase    | a block begins        | a block ends | one delays | a plain backward | a reader | a step  |
-    |----------|-----------------------|--------------|------------|------------------|----------|---------|
-    | UNSCALED | earlier ones go aside | UNSCALED     | DELAYED    | adds             | reads    | uses    |
-    | DELAYED  | UNSCALED, or adds     | UNSCALED     | DELAYED    | UNSCALED, adds   | scaled   | UNSCALED|
-    | LOCAL    | UNSCALED, or adds     | UNSCALED     | LOCAL      | adds             | READ     | UNSCALED|
-    | READ     | LOCAL                 |              |            | adds             | reads    | UNSCALED|
+    | phase    | a block begins    | ends     | delays  | names others | plain backward | is read | a step   |
+    |----------|-------------------|----------|---------|--------------|----------------|---------|----------|
+    | UNSCALED | sets aside        | UNSCALED | DELAYED | UNSCALED     | adds           | true    | uses     |
+    | DELAYED  | UNSCALED, or adds | UNSCALED | DELAYED | DELAYED      | UNSCALED, adds | scaled  | UNSCALED |
+    | LOCAL    | LOCAL             | UNSCALED | LOCAL   | LOCAL        | READ, adds     | READ    | UNSCALED |
+    | READ     | LOCAL             |          |         | LOCAL        | adds, UNSCALED | true    | UNSCALED |
 
     A phase in a cell is the one that follows; what was scaled is unscaled on the way to UNSCALED. A block
-    at the scale that is held adds to what is there, and any other settles it first.
+    at the scale that is held adds to what is there. Another one settles what is DELAYED, or, where it does
+    not name the optimizer, brings its own to the scale that is held; LOCAL ones it brings to its scale. A
+    plain backward whose gradients ranks average settles what is READ.
     """
 
     UNSCALED = enum.auto()

@@ -16,11 +16,11 @@ from ampatch.casts.catalog import Catalog
 from ampatch.patching.patcher import peel
 from ampatch.table import Cast
 from ampatch.testing.opening import is_open, make_model, session
-from ampatch.testing.outcome import Arguments, Function, Outcome, observe
+from ampatch.testing.outcome import Arguments, CallOutcome, Function, observe
 
 HALVES = (torch.float16, torch.bfloat16)
 Expected = torch.dtype | Cast | None
-Outcomes = tuple[Outcome, Outcome]  # for arguments as they are, and cast by hand
+Outcomes = tuple[CallOutcome, CallOutcome]  # for arguments as they are, and cast by hand
 
 
 def assert_casts(
@@ -69,9 +69,9 @@ def assert_casts(
 def _locate(function: Function | str) -> tuple[str, Callable[[], Function]]:
     """Names a function, and finds it whenever it is asked: a session replaces it where it is looked up."""
     if not isinstance(function, str):
-        given, path = function, _path_of(function)
+        called, path = function, _path_of(function)
         if path is None:
-            return getattr(given, "__qualname__", repr(given)), lambda: given
+            return getattr(called, "__qualname__", repr(called)), lambda: called
         function = path
     return function, functools.partial(pkgutil.resolve_name, function)
 
@@ -98,16 +98,16 @@ class _Call:
     refused: bool  # whether the call must raise instead
     outside: Outcomes = field(init=False)
     inside: Outcomes = field(init=False)
-    found: Outcome = field(init=False)
-    disabled: Outcome = field(init=False)
-    after: Outcome = field(init=False)
+    found: CallOutcome = field(init=False)
+    disabled: CallOutcome = field(init=False)
+    after: CallOutcome = field(init=False)
 
     @property
     def is_cast(self) -> bool:
         """Whether something is to happen to these arguments."""
         if self.dtype is None:
             return self.refused
-        return any(it.dtype is not self.dtype for it in _floating(self.arguments))
+        return any(each.dtype is not self.dtype for each in _floating(self.arguments))
 
     @property
     def shows_cast(self) -> bool:
@@ -168,9 +168,9 @@ class _Check:
         if len(_floating(arguments)) > 1:
             choices[2:2] = [(full, half), (half, full)]
         for types in choices:
-            given = _convert(arguments, *types)
+            converted = _convert(arguments, *types)
             name = " and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(types))
-            yield _Call(name, given, *self.target([it.dtype for it in _floating(given)]))
+            yield _Call(name, converted, *self.target([each.dtype for each in _floating(converted)]))
 
     def target(self, dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype | None, bool]:
         """What arguments of these types are cast to, and whether the op refuses them."""
@@ -200,7 +200,7 @@ class _Check:
         alone = self.observe(function, call)
         return alone, alone if call.dtype is None else self.observe(function, call, call.dtype)
 
-    def observe(self, function: Function, call: _Call, dtype: torch.dtype | None = None) -> Outcome:
+    def observe(self, function: Function, call: _Call, dtype: torch.dtype | None = None) -> CallOutcome:
         """Calls a function with the arguments, which are cast to a type by hand or left as they are."""
         return observe(function, call.arguments, self.gradients, dtype)
 
@@ -237,20 +237,19 @@ class _Check:
         self.compare(f"{what} in disable_casts()", call.disabled, unchanged)
         self.compare(f"{what} after the session", call.after, unchanged)
 
-    def compare(self, what: str, found: Outcome, expected: Outcome) -> None:
-        """Notes each difference."""
+    def compare(self, what: str, found: CallOutcome, expected: CallOutcome) -> None:
         self.faults += [f"{what}: {difference}" for difference in found.differences(expected)]
 
 
 def _floating(arguments: Arguments) -> list[Tensor]:
     """The tensors that may be cast."""
     kinds = (torch.float32, torch.float64, *HALVES)
-    return [it for it in tree_leaves(arguments) if isinstance(it, Tensor) and it.dtype in kinds]
+    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor) and each.dtype in kinds]
 
 
 def _convert(arguments: Arguments, first: torch.dtype, rest: torch.dtype) -> Arguments:
     """The arguments with floating tensors of these types."""
-    ids = [id(it) for it in _floating(arguments)]
+    ids = [id(each) for each in _floating(arguments)]
 
     def convert(tensor: Tensor) -> Tensor:
         if id(tensor) not in ids:

@@ -73,7 +73,6 @@ def show_tables(tables: Mapping[str, Sequence[Row]], as_json: bool) -> None:
 
 
 def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Writes rows of a table."""
     return [(row.name, row.cast.name, row.reason + versions(row)) for row in rows]
 
 
@@ -88,7 +87,6 @@ def versions(row: Row) -> str:
 
 
 def show_op(explanation: Explanation, as_json: bool) -> None:
-    """Prints what happens to an op."""
     if as_json:
         said = [
             {

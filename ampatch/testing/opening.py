@@ -47,7 +47,6 @@ class _Product(torch.nn.Module):
 
 
 def make_model(device: torch.device | str = "cpu") -> torch.nn.Module:
-    """A small model on a device."""
     return _Product().to(device)
 
 

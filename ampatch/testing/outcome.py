@@ -17,7 +17,7 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """What a call gave; everything is detached."""
 
     result: tuple[object, ...] = ()
@@ -25,43 +25,42 @@ class Outcome:
     gradients: tuple[object, ...] = ()  # of the floating arguments
     error: Exception | None = None
 
-    def differences(self, expected: Outcome) -> Iterator[str]:
+    def differences(self, expected: CallOutcome) -> Iterator[str]:
         """Yields how this outcome differs from `expected`; values are compared bit by bit."""
         if self.error is not None or expected.error is not None:
-            found, wanted = _error(self.error), _error(expected.error)
-            if found != wanted:
-                yield f"it {found}, expected: it {wanted}"
+            own, wanted = _error(self.error), _error(expected.error)
+            if own != wanted:
+                yield f"it {own}, expected: it {wanted}"
             return
         for part in ("result", "arguments", "gradients"):
             yield from _compare(part, getattr(self, part), getattr(expected, part))
 
-    def is_same(self, other: Outcome) -> bool:
-        """Whether nothing differs."""
+    def is_same(self, other: CallOutcome) -> bool:
         return not any(True for _ in self.differences(other))
 
 
 def observe(
     function: Function, arguments: Arguments, gradients: bool, dtype: torch.dtype | None = None
-) -> Outcome:
+) -> CallOutcome:
     """Calls a function with copies of the arguments, cast to `dtype` by hand, and says what it gave."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor if dtype is None or tensor.dtype not in ELIGIBLE else tensor.to(dtype)
 
-    leaves = tree_map_only(Tensor, lambda it: _copy(it, gradients), arguments)
+    leaves = tree_map_only(Tensor, lambda each: _copy(each, gradients), arguments)
     # A copy of the copy: a leaf that wants a gradient must not be written.
-    given = tree_map_only(Tensor, lambda it: it if isinstance(it, Parameter) else it.clone(), leaves)
-    args, kwargs = tree_map_only(Tensor, cast, given)
-    tensors = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
-    devices = {it.device.index for it in tensors if it.device.type == "cuda"}
+    copies = tree_map_only(Tensor, lambda each: each if isinstance(each, Parameter) else each.clone(), leaves)
+    args, kwargs = tree_map_only(Tensor, cast, copies)
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    devices = {each.device.index for each in tensors if each.device.type == "cuda"}
     try:
         # Every call begins at the same random numbers, for a function that draws some.
         with torch.random.fork_rng(devices=sorted(devices)):
             result = function(*args, **kwargs)
             grads = _gradients(result, leaves) if gradients else ()
     except Exception as error:
-        return Outcome(error=error)
-    return Outcome(_detach(result), _detach(given), grads)
+        return CallOutcome(error=error)
+    return CallOutcome(_detach(result), _detach(copies), grads)
 
 
 def _copy(tensor: Tensor, gradients: bool) -> Tensor:
@@ -73,17 +72,17 @@ def _copy(tensor: Tensor, gradients: bool) -> Tensor:
 
 def _gradients(result: object, leaves: object) -> tuple[object, ...]:
     """The gradients of all floating arguments, for a result of which each element has the gradient 1."""
-    outputs = [it for it in tree_leaves(result) if isinstance(it, Tensor) and it.requires_grad]
-    inputs = [it for it in tree_leaves(leaves) if isinstance(it, Tensor) and it.requires_grad]
+    outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.requires_grad]
+    inputs = [each for each in tree_leaves(leaves) if isinstance(each, Tensor) and each.requires_grad]
     if not outputs or not inputs:
         return ()
-    ones = [torch.ones_like(it) for it in outputs]
+    ones = [torch.ones_like(each) for each in outputs]
     return tuple(torch.autograd.grad(outputs, inputs, ones, allow_unused=True))
 
 
 def _detach(tree: object) -> tuple[object, ...]:
     leaves = tree_leaves(tree)
-    return tuple(it.detach().clone() if isinstance(it, Tensor) else it for it in leaves)
+    return tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in leaves)
 
 
 def _error(error: Exception | None) -> str:

@@ -93,14 +93,14 @@ class TorchSnapshot:
     def changes(self) -> list[str]:
         """Names of what is not the same object any more; the import of a submodule is no change."""
         now = TorchSnapshot.take()
-        found = [
+        changed = [
             f"{path}.{name}"
             for path, old in self.namespaces.items()
             for name in _changes(old, now.namespaces[path])
             if f"{path}.{name}" not in TORCHS_OWN
         ]
         hooks = [name for name, old in self.hooks.items() if now.hooks[name] != old]
-        return sorted([*found, *hooks])
+        return sorted([*changed, *hooks])
 
     def check(self) -> None:
         """Raises AssertionError, naming what has changed, unless torch is as it was."""
@@ -112,8 +112,8 @@ class TorchSnapshot:
 @functools.cache
 def _look_up(path: str) -> Mapping[str, object]:
     """Returns the names of a module or class, live; to find them takes longer than to copy them."""
-    found: Mapping[str, object] = vars(pkgutil.resolve_name(path))
-    return found
+    namespace: Mapping[str, object] = vars(pkgutil.resolve_name(path))
+    return namespace
 
 
 def _exists(path: str) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -36,9 +34,9 @@ class Properties:
 
     def __init__(self, options: Mapping[str, object] | None = None) -> None:
         self.options = dict(DEFAULTS)
-        self.take(options or {})
+        self.update(options or {})
 
-    def take(self, options: Mapping[str, object]) -> None:
+    def update(self, options: Mapping[str, object]) -> None:
         """Sets some of the options."""
         self.options.update(options)
         vars(self).update(self.options)
@@ -52,27 +50,6 @@ def list_options(policy: amp.Policy) -> dict[str, object]:
     scale = policy.loss_scale
     shown = "dynamic" if isinstance(scale, amp.DynamicLossScale) else scale.value
     return {"enabled": True, "opt_level": policy.opt_level, **policy.options(), "loss_scale": shown}
-
-
-@dataclass(frozen=True, slots=True)
-class OptLevel:
-    """One opt level: calling it sets its defaults on `Properties` and returns them."""
-
-    policy: amp.Policy
-
-    @property
-    def brief(self) -> str:
-        """The level in a few words."""
-        return f"{self.policy.opt_level}: {self.policy.summary}"
-
-    @property
-    def more(self) -> str:
-        """The level's options, one a line."""
-        return "\n".join(f"{name}: {value}" for name, value in list_options(self.policy).items())
-
-    def __call__(self, properties: Properties) -> Properties:
-        properties.take(list_options(self.policy))
-        return properties
 
 
 class Scalers(list[LossScaler]):
@@ -122,7 +99,6 @@ class AmpState(amp.Observer):
 
     def __init__(self) -> None:
         self.verbosity = 1
-        self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float | None = 2.0**24
@@ -203,10 +179,3 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
     is_other = has_ranks() and torch.distributed.get_rank() != 0
     if _amp_state.verbosity > 0 and not (rank0 and is_other):
         print(msg)
-
-
-def warn_or_err(msg: str) -> None:
-    """Raises an AmpError, or warns if `_amp_state.hard_override` is set."""
-    if not _amp_state.hard_override:
-        raise amp.AmpError(msg)
-    warnings.warn(msg, stacklevel=2)

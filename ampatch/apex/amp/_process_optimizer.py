@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Iterator
 from itertools import islice
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -61,7 +60,6 @@ def _mark_initialized(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _copy_masters(optimizer: Optimizer) -> None:
-    """Rounds the masters into the model's parameters."""
     for half, master in amp.master_pairs(optimizer):
         half.copy_(master)
 
@@ -92,20 +90,18 @@ def _end_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
-METHODS = MappingProxyType(
-    {
-        "_amp_lazy_init": _mark_initialized,
-        "_lazy_init_maybe_master_weights": _mark_initialized,
-        "_prepare_amp_backward": _prepare_backward,
-        "_post_amp_backward": _end_backward,
-        "_master_params_to_model_params": _copy_masters,
-    }
-)
+METHODS = {
+    "_amp_lazy_init": _mark_initialized,
+    "_lazy_init_maybe_master_weights": _mark_initialized,
+    "_prepare_amp_backward": _prepare_backward,
+    "_post_amp_backward": _end_backward,
+    "_master_params_to_model_params": _copy_masters,
+}
 
 
-def attach(given: object) -> list[weakref.ref[Optimizer]]:
+def attach(outer: object) -> list[weakref.ref[Optimizer]]:
     """Gives an initialized optimizer, or the one inside a wrapper, what apex gave it; returns which."""
-    optimizer = next((each for each in list_wrapped(given) if isinstance(each, Optimizer)), None)
+    optimizer = next((each for each in list_wrapped(outer) if isinstance(each, Optimizer)), None)
     if optimizer is None:
         return []
     vars(optimizer)["_amp_stash"] = AmpOptimizerState(optimizer)
@@ -117,6 +113,5 @@ def attach(given: object) -> list[weakref.ref[Optimizer]]:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Takes it from an optimizer."""
     for name in ("_amp_stash", *METHODS):
         vars(optimizer).pop(name, None)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, MutableMapping
 from types import MappingProxyType
 
 import ampatch as amp
-from ampatch.apex.amp._amp_state import OptLevel, Properties, _amp_state
+from ampatch.apex.amp._amp_state import Properties, _amp_state, list_options
 from ampatch.apex.amp._process_optimizer import attach
 from ampatch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from ampatch.apex.amp.lists.edits import register_edits
@@ -17,7 +17,16 @@ from ampatch.levels.ranks import say
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
-opt_levels = MappingProxyType({name: OptLevel(policy) for name, policy in amp.OPT_LEVELS.items()})
+
+def set_level(policy: amp.Policy, properties: Properties) -> Properties:
+    """Sets the defaults of a level on options, and returns them."""
+    properties.update(list_options(policy))
+    return properties
+
+
+opt_levels = MappingProxyType(
+    {name: functools.partial(set_level, policy) for name, policy in amp.OPT_LEVELS.items()}
+)
 
 PLACE_OF_LEVEL = 4  # among what is passed by position
 OVERRIDES = (functional_overrides, torch_overrides, tensor_overrides)
@@ -38,10 +47,10 @@ def initialize(*args: object, **kwargs: object) -> object:
         kwargs["opt_level"] = "O1"
     with _amp_state.listening():
         returned = amp.initialize(*args, **kwargs)
-        given = inspect.signature(amp.initialize).bind(*args, **kwargs)
-        given.apply_defaults()
+        bound = inspect.signature(amp.initialize).bind(*args, **kwargs)
+        bound.apply_defaults()
         for name in ("verbosity", "min_loss_scale", "max_loss_scale"):
-            setattr(_amp_state, name, given.arguments[name])
+            setattr(_amp_state, name, bound.arguments[name])
         if _amp_state.was_enabled:
             if _amp_state.verbosity >= 1:
                 say(format_options(_amp_state.policy))

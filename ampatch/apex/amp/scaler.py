@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.amp_C import multi_tensor_axpby, multi_tensor_scale
+from ampatch.apex.amp_C import multi_tensor_scale
 
 
 class _Option:
@@ -146,23 +146,6 @@ class LossScaler:
         scale = self._loss_scale if scale_override is None else scale_override
         scale = scale[0] if isinstance(scale, tuple) else scale
         multi_tensor_scale(0, self._overflow_buf, [[*model_grads], [*master_grads]], 1 / scale)
-
-    unscale_python = unscale
-
-    def unscale_with_stashed(
-        self,
-        model_grads: Iterable[Tensor],
-        stashed_master_grads: Iterable[Tensor],
-        master_grads: Iterable[Tensor],
-        scale_override: tuple | None = None,
-    ) -> None:
-        """As `unscale`, with stashed gradients added, which are not checked again.
-
-        `scale_override` is (scale of the gradients, of the stashed ones, of the result).
-        """
-        of_grads, of_stashed, out = scale_override or (self._loss_scale, 1.0, 1.0)
-        grads = [[*model_grads], [*stashed_master_grads], [*master_grads]]
-        multi_tensor_axpby(0, self._overflow_buf, grads, out / of_grads, out / of_stashed, 0)
 
 
 # It is in checkpoints of apex, and `torch.load` takes only classes that it knows.

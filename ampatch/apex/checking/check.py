@@ -23,7 +23,8 @@ from ampatch.apex.checking.uses import Use, is_of
 from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, ROOTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
-from ampatch.apex.legacy.finding import READS_RANK, ROWS, Finding, read
+from ampatch.apex.legacy import pattern_rows as rows
+from ampatch.apex.legacy.finding import READS_RANK, OldLines, read
 from ampatch.apex.legacy.old import BREAKS
 
 # In Python's words for a syntax error.
@@ -41,31 +42,30 @@ class UsedName:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ScriptReport:
     """The names of apex that one script uses, and what else it says that is of earlier years."""
 
     path: Path
     names: tuple[UsedName, ...]
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[OldLines, ...] = ()
     reads_rank: bool = False  # from LOCAL_RANK
 
-    def without_rank(self) -> Report:
+    def without_rank(self) -> ScriptReport:
         """Leaves out the option for the rank, where another file of the script reads LOCAL_RANK."""
-        left = (finding for finding in self.findings if finding.row is not ROWS["--local_rank"])
+        left = (finding for finding in self.findings if finding.row is not rows.RANK)
         return dataclasses.replace(self, findings=tuple(left))
 
     @property
     def missing(self) -> tuple[UsedName, ...]:
-        """Those that are not provided."""
         return tuple(name for name in self.names if name.fault)
 
     @property
-    def broken(self) -> tuple[Finding, ...]:
+    def broken(self) -> tuple[OldLines, ...]:
         """What breaks on the torch, NumPy and Python that are installed."""
         return tuple(finding for finding in self.findings if finding.row.status == BREAKS)
 
 
-def check_file(path: Path, modules: Modules | None = None) -> Report:
+def check_file(path: Path, modules: Modules | None = None) -> ScriptReport:
     """Reads a script, or one of its modules; raises AmpValueError if Python could not read it either."""
     if path.suffix == ".ipynb":  # which is an expression of Python's as well
         raise amp.AmpValueError(f"'{path}' is a notebook: expected a Python script, so export it as one")
@@ -86,7 +86,7 @@ def check_file(path: Path, modules: Modules | None = None) -> Report:
             lines[judged].append(use.line)
     names = (UsedName(name, tuple(dict.fromkeys(at)), fault) for (name, fault), at in lines.items())
     reads_rank = bool(READS_RANK.search(source.decode("latin-1")))
-    return Report(path, tuple(sorted(names, key=lambda name: name.name)), findings, reads_rank)
+    return ScriptReport(path, tuple(sorted(names, key=lambda name: name.name)), findings, reads_rank)
 
 
 def expected_of(error: SyntaxError | ValueError) -> str:
@@ -139,7 +139,6 @@ def follow(known: str, value: object, rest: tuple[str, ...]) -> tuple[str, objec
 
 
 def is_special(name: str) -> bool:
-    """Says whether a name is one that Python gives, such as `__doc__`."""
     return name.startswith("__") and name.endswith("__")
 
 

@@ -14,7 +14,7 @@ from ampatch.apex.drop_in.real import is_real_installed
 from ampatch.apex.legacy.old import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS
 
 if TYPE_CHECKING:
-    from ampatch.apex.checking.check import Report
+    from ampatch.apex.checking.check import ScriptReport
     from ampatch.apex.checking.imports import Modules
 
 SUMMARY = "list the names of apex that a script uses, what in it breaks today or needs CUDA, and what to do"
@@ -40,19 +40,19 @@ def run(arguments: argparse.Namespace) -> int:
     for path in arguments.paths:
         for file, modules in find_files(Path(path)):
             files.setdefault(file.resolve(), (file, modules))
-    given = {Path(path).resolve() for path in arguments.paths}
-    read: list[tuple[Modules, Report]] = []
+    asked_for = {Path(path).resolve() for path in arguments.paths}
+    read: list[tuple[Modules, ScriptReport]] = []
     faults, notes = [], []
     for place, (file, modules) in files.items():
         try:
             read.append((modules, check_file(file, modules)))
         except AmpError as error:  # of a file that is imported: it may be for another Python
-            (faults if given & {place, *place.parents} else notes).append(error)
+            (faults if asked_for & {place, *place.parents} else notes).append(error)
     ranked = {modules for modules, report in read if report.reads_rank}
     reports = [report.without_rank() if modules in ranked else report for modules, report in read]
     show(reports)
-    for note in notes:
-        print(f"not checked: {note}")
+    for skipped in notes:
+        print(f"not checked: {skipped}")
     if is_real_installed():
         print("apex is installed: what it still has can be used as well, whatever the list above says")
     sys.stdout.flush()
@@ -79,7 +79,7 @@ def find_files(path: Path) -> Iterator[tuple[Path, Modules]]:
             yield file, modules
 
 
-def show(reports: Sequence[Report]) -> None:
+def show(reports: Sequence[ScriptReport]) -> None:
     """Prints the names of each script, and how many there are in all."""
     for report in reports:
         if report.names or report.findings:
@@ -92,13 +92,13 @@ def show(reports: Sequence[Report]) -> None:
     )
 
 
-def count_findings(reports: Sequence[Report]) -> Iterator[tuple[str, int]]:
+def count_findings(reports: Sequence[ScriptReport]) -> Iterator[tuple[str, int]]:
     """Yields how many findings there are of each kind, for kinds that there are."""
     kinds = [finding.row.status for report in reports for finding in report.findings]
     yield from Counter(kinds).items()
 
 
-def table(report: Report) -> Iterator[str]:
+def table(report: ScriptReport) -> Iterator[str]:
     """Yields a line for each name and finding, and below one that needs it what to do about it."""
     rows = [
         (name.name, name.lines, "NOT PROVIDED" if name.fault else "provided", name.fault)

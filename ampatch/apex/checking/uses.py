@@ -41,9 +41,9 @@ def find_uses(tree: ast.Module, names: Names) -> list[Use]:
             case ast.Import() | ast.ImportFrom():
                 uses.update(Use(name, node.lineno) for name in imported(node, names.roots))
             case ast.Name(ctx=ast.Load()) | ast.Attribute() | ast.Call() if node not in inner:
-                found = set(names.resolve(node))
-                inner.update(bases(node) if found - {None} else ())
-                uses.update(Use(name, node.lineno, sure=len(found) == 1) for name in found - {None})
+                meanings = set(names.resolve(node))
+                inner.update(bases(node) if meanings - {None} else ())
+                uses.update(Use(name, node.lineno, sure=len(meanings) == 1) for name in meanings - {None})
     return sorted(uses, key=lambda use: (use.line, use.name))
 
 
@@ -57,7 +57,6 @@ def imported(node: ast.Import | ast.ImportFrom, roots: frozenset[str]) -> Iterat
 
 
 def bases(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields what an attribute is taken of, and so on."""
     while isinstance(node, ast.Attribute):
         node = node.value
         yield node
@@ -140,7 +139,7 @@ class Names:
             case ast.Name(name):
                 bound = self._names.get(name, ())
                 ways = (self.resolve(way, seen) if isinstance(way, ast.expr) else [way] for way in bound)
-                return [found for way in ways for found in way]
+                return [meaning for way in ways for meaning in way]
             case ast.Attribute(value, name):
                 return [base and f"{base}.{name}" for base in self.resolve(value, seen)]
             case ast.Call(function, [ast.Constant(str(name)), *_]):

@@ -39,12 +39,16 @@ class Preparation:
         # The working directory comes first until a child has its parent's path, and may hold a torch.py.
         path = f"import sys; sys.path[:] = {data.get('sys_path')!r} or sys.path"
         path += f"; {FOLDER!r} in sys.path or sys.path.append({FOLDER!r})"
-        call = Call(functools.partial(self.function, **self.arguments))
-        return {"ampatch_path": Call(functools.partial(exec, path)), **data, f"ampatch {len(data)}": call}
+        call = UnpickledCall(functools.partial(self.function, **self.arguments))
+        return {
+            "ampatch_path": UnpickledCall(functools.partial(exec, path)),
+            **data,
+            f"ampatch {len(data)}": call,
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class UnpickledCall:
     """Calls a function where it is unpickled."""
 
     function: Callable[[], object]

@@ -33,7 +33,6 @@ class ApexFinder(MetaPathFinder):
 
     @classmethod
     def installed(cls) -> ApexFinder | None:
-        """Returns the finder that is on `sys.meta_path`, None if there is none."""
         return next((finder for finder in sys.meta_path if isinstance(finder, cls)), None)
 
     @classmethod
@@ -54,7 +53,6 @@ class ApexFinder(MetaPathFinder):
         self._overrides.update(overrides)
 
     def uninstall(self) -> None:
-        """Undoes everything."""
         self._changes.close()
 
     def find_spec(

@@ -138,6 +138,6 @@ def tree(name: str) -> Iterator[tuple[str, ModuleType]]:
     """Yields a module of ours and those below it, each with its name in apex."""
     module = importlib.import_module(own_name(name))
     yield name, module
-    for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
-        if found.name != "__main__":
-            yield from tree(f"{name}.{found.name}")
+    for below in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        if below.name != "__main__":
+            yield from tree(f"{name}.{below.name}")

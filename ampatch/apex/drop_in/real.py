@@ -23,8 +23,8 @@ WHOLE = ("apex.amp",)
 def is_nvidias(spec: ModuleSpec) -> bool:
     """Says whether a package called apex has at least one part of NVIDIA's."""
     folders = [folder for folder in spec.submodule_search_locations or () if os.path.isdir(folder)]
-    found = {entry.partition(".")[0] for folder in folders for entry in os.listdir(folder)}
-    return bool(found & KNOWN_PARTS)
+    entries = {entry.partition(".")[0] for folder in folders for entry in os.listdir(folder)}
+    return bool(entries & KNOWN_PARTS)
 
 
 def is_installed(spec: ModuleSpec) -> bool:
@@ -67,7 +67,6 @@ class WatchingLoader(Loader):
         return getattr(self._real, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Makes the module as its own loader does."""
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -124,7 +123,6 @@ def lacks(module: ModuleType, name: str) -> bool:
 
 
 def fill_loaded(changes: Changes) -> None:
-    """Fills in what a real apex that is imported already lacks."""
     for name in PACKAGES:
         module = sys.modules.get(name)
         if module is not None and not module.__name__.startswith(OURS):

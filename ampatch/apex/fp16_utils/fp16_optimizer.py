@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.apex.fp16_utils.checkpoint import read_loss_scaler, read_masters
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm, model_grads_to_master_grads
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from ampatch.apex.fp16_utils.master_optimizer import MasterOptimizer, validate_no_masters_of_amp
@@ -275,11 +274,11 @@ class FP16_Optimizer(MasterOptimizer):
         Training goes on bit for bit as it would have. The loss scale is static or dynamic as saved.
         Raises AmpValueError for a state of other parameters, and changes nothing then.
         """
-        scaler = read_loss_scaler(state_dict)
+        scaler = _read_loss_scaler(state_dict)
         is_apart = "fp32_from_fp16" in state_dict  # else masters are among all that is stepped
         stepped = [group["params"] for group in self.param_groups]
         groups = self.fp32_from_fp16_groups if is_apart else stepped
-        masters = read_masters(state_dict, groups)
+        masters = _read_masters(state_dict, groups)
         self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer_state_dict"]))
         self.loss_scaler, self.dynamic_loss_scale = scaler, bool(state_dict["dynamic_loss_scale"])
         self.overflow = state_dict.get("overflow", False)
@@ -292,3 +291,59 @@ class FP16_Optimizer(MasterOptimizer):
 
 def _find_grads(params: list[Parameter]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
+
+
+# ---- Checkpoints: our own, and those that apex's several FP16_Optimizers wrote ----
+
+
+def _read_loss_scaler(state: Mapping[str, object]) -> LossScaler:
+    """Returns a loss scaler of its own, in the state that a checkpoint holds.
+
+    Checkpoints hold an object of `apex.fp16_utils`, one of `apex.amp`, or the bare numbers.
+    """
+    values = state["loss_scaler"].__reduce_ex__(2)[2] if "loss_scaler" in state else state
+    if "_loss_scale" in values:
+        return _read_scaler_of_amp(values)
+    if "cur_scale" not in values:
+        raise amp.AmpValueError(
+            f"load_state_dict: found {sorted(state)}, and no loss scale among them: expected what "
+            f"FP16_Optimizer.state_dict() returns; the state of a plain optimizer goes into .optimizer"
+        )
+    is_dynamic = "scale_factor" in values
+    scaler = DynamicLossScaler() if is_dynamic else LossScaler()
+    vars(scaler).update({name: values[name] for name in vars(scaler) if name in values})
+    return scaler
+
+
+def _read_scaler_of_amp(values: Mapping[str, object]) -> LossScaler:
+    if not values["dynamic"]:
+        return LossScaler(values["_loss_scale"])
+    scaler = DynamicLossScaler(
+        values["_loss_scale"],
+        scale_window=values["_scale_seq_len"],
+        min_loss_scale=values["_min_loss_scale"],
+        max_loss_scale=values["_max_loss_scale"],
+    )
+    scaler.cur_iter = values["_unskipped"]  # counted from the last change
+    return scaler
+
+
+def _read_masters(state: Mapping[str, object], groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Returns the values of the masters, in the order of `groups`, the masters they are for.
+
+    Raises AmpValueError if they are not of the same shapes.
+    """
+    saved = state.get("fp32_from_fp16", state.get("fp32_groups", []))
+    shapes = [[tuple(master.shape) for master in group] for group in saved]
+    expected = [[tuple(master.shape) for master in group] for group in groups]
+    if shapes != expected:
+        raise amp.AmpValueError(
+            f"load_state_dict: the checkpoint has {_describe(shapes)}, this optimizer {_describe(expected)}: "
+            f"make the optimizer of the same half parameters, in the same groups, before loading"
+        )
+    return [master for group in saved for master in group]
+
+
+def _describe(shapes: list[list[tuple[int, ...]]]) -> str:
+    count = sum(map(len, shapes))
+    return f"{count} float32 masters in {len(shapes)} groups, of shapes {shapes!r}"

@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from ampatch.apex.checking.uses import Names, Use, find_uses
 from ampatch.apex.drop_in.mirror import ROOTS as APEX
+from ampatch.apex.legacy import pattern_rows as rows
 from ampatch.apex.legacy.name_rows import NAMES
 from ampatch.apex.legacy.old import Old
-from ampatch.apex.legacy.pattern_rows import ASYNC, PATTERNS
 from ampatch.apex.legacy.patterns import patterns, sampler_calls
 
 ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "librosa", "random", "torchvision", "yaml"}
-ROWS = MappingProxyType({row.name: row for row in (*NAMES, *PATTERNS)})
+ROWS = (*NAMES, *rows.PATTERNS)
 # Handlers that mean: where this is gone, do something else.
 FALLBACK = re.compile("ImportError|ModuleNotFoundError|AttributeError|NameError|TypeError|Exception")
 ASKS = re.compile(r"version|hasattr", re.IGNORECASE)
@@ -33,14 +32,14 @@ KEYWORD = re.compile(rb"\basync(?=\s*=[^=])")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class OldLines:
     """A row of the table that a script meets, and the lines where."""
 
     row: Old
     lines: tuple[int, ...]
 
 
-def parse(source: bytes, name: str) -> tuple[ast.Module, tuple[Finding, ...]]:
+def parse(source: bytes, name: str) -> tuple[ast.Module, tuple[OldLines, ...]]:
     """Parses a script; one that says `async=` is read as today's Python would have it, and told of."""
     try:
         return ast.parse(source, name), ()
@@ -50,12 +49,12 @@ def parse(source: bytes, name: str) -> tuple[ast.Module, tuple[Finding, ...]]:
             raise
         tree = ast.parse(mended, name)
     lines = (source.count(b"\n", 0, match.start()) + 1 for match in KEYWORD.finditer(source))
-    return tree, (Finding(ROWS[ASYNC], tuple(dict.fromkeys(lines))),)
+    return tree, (OldLines(rows.ASYNC, tuple(dict.fromkeys(lines))),)
 
 
 def read(
     source: bytes, path: str, read_names: Callable[[ast.Module], Names]
-) -> tuple[list[Use], tuple[Finding, ...]]:
+) -> tuple[list[Use], tuple[OldLines, ...]]:
     """Returns the names that a script uses of apex and of other packages, and what in it is old."""
     tree, findings = parse(source, path)
     names = read_names(tree)
@@ -70,37 +69,37 @@ def read_alone(tree: ast.Module) -> Names:
 
 def find_cause(error: Exception) -> Old | None:
     """Returns the row of what `--legacy` would have mended, None if the error is of something else."""
-    rows = [row for row in ROWS.values() if row.error and row.error in str(error)]
+    causes = [row for row in ROWS if row.error and row.error in str(error)]
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
     for path, line in reversed(places):
         with suppress(OSError, SyntaxError, ValueError):
             _, findings = read(Path(path).read_bytes(), path, read_alone)
-            rows += [each.row for each in findings if line in each.lines and not each.row.error]
-    return next((row for row in rows if row.is_mended), None)
+            causes += [each.row for each in findings if line in each.lines and not each.row.error]
+    return next((row for row in causes if row.is_mended), None)
 
 
-def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[Finding, ...]:
+def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[OldLines, ...]:
     """Lists what in a script breaks, warns or needs CUDA; what it asks about first is left out."""
     lines: dict[Old | None, list[int]] = defaultdict(list)
     for use in uses:
         if use.sure:
             lines[row_of(use.name)].append(use.line)
     for node in ast.walk(tree):
-        for name in patterns(node, names):
-            lines[ROWS[name]].append(node.lineno)
-        lines[ROWS["Sampler.__init__(data)"]] += [call.lineno for call in sampler_calls(node, names)]
+        for row in patterns(node, names):
+            lines[row].append(node.lineno)
+        lines[rows.SAMPLER] += [call.lineno for call in sampler_calls(node, names)]
         if isinstance(node, ast.Constant) and node.value == "LOCAL_RANK":  # which it reads as well, then
-            lines.pop(ROWS["--local_rank"], None)
+            lines.pop(rows.RANK, None)
     left = {row: tuple(sorted({*at}.difference(guarded_lines(tree, row)))) for row, at in lines.items()}
-    return tuple(Finding(row, left[row]) for row in ROWS.values() if left.get(row))
+    return tuple(OldLines(row, left[row]) for row in ROWS if left.get(row))
 
 
 def row_of(name: str) -> Old | None:
     """Returns the row of a name, or of what it is a part of, if the name is gone here."""
-    rows = (row for row in NAMES if f"{name}.".startswith(f"{row.name}."))
-    return next((row for row in rows if row.name.startswith("torch.") or is_gone(row.name)), None)
+    named = (row for row in NAMES if f"{name}.".startswith(f"{row.name}."))
+    return next((row for row in named if row.name.startswith("torch.") or is_gone(row.name)), None)
 
 
 def is_gone(name: str) -> bool:
@@ -120,7 +119,7 @@ def is_gone(name: str) -> bool:
 
 def guarded_lines(tree: ast.Module, row: Old | None) -> Iterator[int]:
     """Yields the lines that run only where a script has asked for such things, or that it falls back from."""
-    asks = ASKS_FOR_CUDA if row is ROWS["CUDA"] else ASKS
+    asks = ASKS_FOR_CUDA if row is rows.CUDA else ASKS
     for node in ast.walk(tree):
         if isinstance(node, ast.Try) and any(is_fallback(each) for each in node.handlers):
             parts = node.body
@@ -133,5 +132,4 @@ def guarded_lines(tree: ast.Module, row: Old | None) -> Iterator[int]:
 
 
 def is_fallback(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler is for what is not there."""
     return handler.type is None or bool(FALLBACK.search(ast.unparse(handler.type)))

@@ -80,9 +80,9 @@ def made_of(
 def below_call(node: ast.Call, names: Names, makers: re.Pattern, types: re.Pattern, below) -> Iterator:
     """Yields the same of what a call returns."""
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-    told = [each for each in types_of(node) if each]
-    if told:
-        yield any(types.fullmatch(each) for each in told)
+    said_types = [each for each in types_of(node) if each]
+    if said_types:
+        yield any(types.fullmatch(each) for each in said_types)
     elif makers.fullmatch(name) or types.fullmatch(name):
         yield True
     elif name in names.returns:

@@ -27,12 +27,10 @@ class Old:
 
     @property
     def is_mended(self) -> bool:
-        """Whether `ampatch run --legacy` mends it."""
         return self.mends or self.new is not None
 
     @property
     def is_module(self) -> bool:
-        """Whether it is a module that goes by another name."""
         return self.new is not None and self.new.endswith(":")
 
     @property

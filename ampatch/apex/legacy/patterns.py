@@ -1,4 +1,4 @@
-"""Knows what is old in a script by the form of its code, and calls it by the name of its row."""
+"""Knows what is old in a script by the form of its code."""
 
 from __future__ import annotations
 
@@ -8,37 +8,28 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
-from types import MappingProxyType
 
 from torch.optim import lr_scheduler
 from torch.torch_version import TorchVersion
 
 from ampatch.apex.checking.uses import Names
+from ampatch.apex.legacy import pattern_rows as rows
 from ampatch.apex.legacy.made import is_integral, is_perhaps_bytes
 from ampatch.apex.legacy.name_rows import CANVAS, LINALG, NAMES
-from ampatch.apex.legacy.pattern_rows import (
-    CLAMP,
-    COLORS,
-    COPY,
-    INVERTED,
-    LOAD,
-    MASK,
-    NUMPY_LOAD,
-    PART,
-    RAGGED,
-)
+from ampatch.apex.legacy.old import Old
 
 # What was a method of tensors as well, and of nothing else.
-METHODS = (
-    *("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs"),
-    *(row.name.removeprefix("torch.") for row in LINALG),
-)
+GONE_METHODS = {"btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs"}
+METHODS = {
+    name: row
+    for row in NAMES
+    for place, _, name in [row.name.rpartition(".")]
+    if place == "torch" and (row in LINALG or name in GONE_METHODS)
+}
 # Methods of classes, by their names, which nothing else has that scripts use.
 PIL = ("PIL.ImageDraw.ImageDraw", "PIL.ImageFont.FreeTypeFont")
 CLASSES = ("numpy.ndarray", *PIL, "threading.Thread", CANVAS)
-METHODS_OF = MappingProxyType(
-    {row.name.rpartition(".")[2]: row.name for row in NAMES if row.name.startswith(CLASSES)}
-)
+METHODS_OF = {row.name.rpartition(".")[2]: row for row in NAMES if row.name.startswith(CLASSES)}
 # Types, and modules of XML, have methods of those names, too.
 NOT_ARRAY = re.compile(r"dtype|^dt$|\bET\b|etree|xml")
 SCHEDULERS = "torch.optim.lr_scheduler"
@@ -52,80 +43,75 @@ OPTIONS = ("option", "add_option", "DEFINE_integer", "DEFINE_string", "getopt", 
 RANK = re.compile(r"(--local[-_]rank)(=|$)")
 COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
 # Functions of librosa that take so many arguments without their names, by module.
-LIBROSA = MappingProxyType(
-    {
-        "librosa.filters": {"mel": 0, "window_sumsquare": 0},
-        "librosa.core.audio": {"load": 1, "resample": 1, "get_duration": 0},
-        "librosa.core.spectrum": dict.fromkeys(
-            ("stft", "istft", "power_to_db", "amplitude_to_db", "griffinlim"), 1
-        ),
-        "librosa.feature.spectral": {"melspectrogram": 0, "mfcc": 0, "rms": 0, "chroma_stft": 0},
-        "librosa.feature.utils": {"delta": 1},
-        "librosa.util.utils": {"frame": 1, "pad_center": 1, "fix_length": 1},
-        "librosa.effects": dict.fromkeys(("trim", "split", "time_stretch", "pitch_shift"), 1),
-    }
-)
-POSITIONAL = MappingProxyType({name: count for names in LIBROSA.values() for name, count in names.items()})
+LIBROSA = {
+    "librosa.filters": {"mel": 0, "window_sumsquare": 0},
+    "librosa.core.audio": {"load": 1, "resample": 1, "get_duration": 0},
+    "librosa.core.spectrum": dict.fromkeys(
+        ("stft", "istft", "power_to_db", "amplitude_to_db", "griffinlim"), 1
+    ),
+    "librosa.feature.spectral": {"melspectrogram": 0, "mfcc": 0, "rms": 0, "chroma_stft": 0},
+    "librosa.feature.utils": {"delta": 1},
+    "librosa.util.utils": {"frame": 1, "pad_center": 1, "fix_length": 1},
+    "librosa.effects": dict.fromkeys(("trim", "split", "time_stretch", "pitch_shift"), 1),
+}
+POSITIONAL = {name: count for names in LIBROSA.values() for name, count in names.items()}
 
-# Functions that need a keyword today, by the row that says so.
-NEEDED = MappingProxyType(
-    {
-        LOAD: ("torch.load", "weights_only"),
-        NUMPY_LOAD: ("numpy.load", "allow_pickle"),
-        "numpy.fromstring(bytes)": ("numpy.fromstring", "sep"),
-        "torch.fft(...)": ("torch.fft", None),
-        "torch.stft(...)": ("torch.stft", "return_complex"),
-    }
+# Functions that need a keyword today.
+NEEDED = (
+    (rows.LOAD, "torch.load", "weights_only"),
+    (rows.NUMPY_LOAD, "numpy.load", "allow_pickle"),
+    (rows.FROM_STRING, "numpy.fromstring", "sep"),
+    (rows.FFT, "torch.fft", None),
+    (rows.STFT, "torch.stft", "return_complex"),
 )
 # Keywords that functions of a place, or of any, take no more.
 HAS_VERBOSE = "verbose" in inspect.signature(lr_scheduler.StepLR).parameters
-TAKEN = MappingProxyType(
-    {
-        **({} if HAS_VERBOSE else {"lr_scheduler(verbose=)": (SCHEDULERS, "verbose")}),
-        "pretrained=": ("torchvision.models", "pretrained"),
-        "retain_variables=": ("", "retain_variables"),
-        "volatile=": ("", "volatile"),
-    }
+TAKEN = (
+    *([] if HAS_VERBOSE else [(rows.VERBOSE, SCHEDULERS, "verbose")]),
+    (rows.PRETRAINED, "torchvision.models", "pretrained"),
+    (rows.RETAIN, "", "retain_variables"),
+    (rows.VOLATILE, "", "volatile"),
 )
+LAUNCH = next(row for row in NAMES if row.name == "torch.distributed.launch")
 
 
-def patterns(node: ast.AST, names: Names) -> Iterator[str]:
-    """Yields the names of the rows that a node is an example of; what a variable holds, its name says."""
+def patterns(node: ast.AST, names: Names) -> Iterator[Old]:
+    """Yields the rows that a node is an example of; what a variable holds, its name says."""
     match node:
         case ast.Call():
             yield from calls(node, names)
         case ast.Subscript(ast.Attribute(of, "data"), ast.Constant(0)) if NUMBER.search(last_name(of)):
-            yield "loss.data[0]"
+            yield rows.NUMBER
         case ast.Subscript(ast.Call(ast.Attribute(attr="by_key")), ast.Constant("color")):
-            yield COLORS
+            yield rows.COLORS
         case ast.BinOp(ast.Constant(1), ast.Sub(), right) if is_mask(right, names):
-            yield "1 - mask"
+            yield rows.FROM_ONE
         case ast.UnaryOp(ast.USub(), operand) if is_mask(operand, names):
-            yield "-mask"
+            yield rows.NEGATED
         case ast.UnaryOp(ast.Invert(), operand) if is_perhaps_bytes(operand, names):
-            yield INVERTED
+            yield rows.INVERTED
         case ast.BinOp(left, ast.Div()) if INDEX.search(last_name(left)):
-            yield "ids / n"
+            yield rows.DIVISION
         case ast.Compare(left, [ast.Eq() | ast.NotEq(), *_], others) if last_name(left) == "type":
             if any("torch.autograd.Variable" in names.resolve(each) for each in others):
-                yield "type(x) == Variable"
+                yield rows.VARIABLE
         case ast.AugAssign(target):
             whole = names.parts.get(getattr(target, "id", ""), ())
             if any(last_name(each) in ("chunk", "split", "unbind") for each in whole):
-                yield PART
+                yield rows.PART
         case ast.ClassDef() if is_old_function(node, names):
-            yield "a Function without @staticmethod"
+            yield rows.FUNCTION
         case ast.For() if is_early_step(node, names):
-            yield "scheduler.step() before training"
+            yield rows.EARLY_STEP
         case ast.Assign([ast.Subscript(slice=ast.Constant("MASTER_PORT"))], ast.Constant(port)):
             if str(port).isdigit() and int(port) >= 2**16:
-                yield "MASTER_PORT=80000"
+                yield rows.PORT
         case ast.Constant("torch.distributed.launch"):
-            yield "torch.distributed.launch"
+            yield LAUNCH
         case ast.Attribute(of) | ast.Subscript(of) if [*names.resolve(of)] == ["torch.version.cuda"]:
-            yield "CUDA"
+            yield rows.CUDA
     if find_rank(node):
-        yield "--local_rank"
+        yield rows.RANK
 
 
 def find_rank(node: ast.AST) -> str:
@@ -140,73 +126,75 @@ def find_rank(node: ast.AST) -> str:
             words = [str(getattr(each, "value", "")) for each in (left, *others)]
         case _:
             return ""
-    return next((found[1] for word in words if (found := RANK.match(word))), "")
+    return next((match_[1] for word in words if (match_ := RANK.match(word))), "")
 
 
-def calls(node: ast.Call, names: Names) -> Iterator[str]:
-    """Yields the names of the rows that a call is an example of."""
-    given, found = {each.arg for each in node.keywords}, names.resolve(node.func)
-    for row, (function, keyword) in NEEDED.items():
-        if {*found} == {function} and keyword not in given:
+def calls(node: ast.Call, names: Names) -> Iterator[Old]:
+    """Yields the rows that a call is an example of."""
+    passed, functions = {each.arg for each in node.keywords}, names.resolve(node.func)
+    for row, function, keyword in NEEDED:
+        if {*functions} == {function} and keyword not in passed:
             yield row
-    if {*found} == {"yaml.load"} and len(node.args) == 1 and "Loader" not in given:
-        yield "yaml.load(file)"
-    for row, (place, keyword) in TAKEN.items():
-        if keyword in given and (not place or any((name or "").startswith(place) for name in found)):
+    if {*functions} == {"yaml.load"} and len(node.args) == 1 and "Loader" not in passed:
+        yield rows.YAML
+    for row, place, keyword in TAKEN:
+        if keyword in passed and (not place or any((name or "").startswith(place) for name in functions)):
             yield row
     match node:
         case ast.Call(ast.Attribute(iterator, "next"), []):
             if any(isinstance(v, ast.Call) and last_name(v) == "iter" for v in names.values(iterator)):
-                yield "iterator.next()"
+                yield rows.NEXT
         case ast.Call(ast.Attribute(ast.Subscript(slice=ast.Slice(lower=None)), "view")):
             if ast.unparse(node).endswith(".view(-1)"):  # not contiguous since it was transposed
-                yield "correct[:k].view(-1)"
-        case ast.Call(keywords=words) if {*found} & {"torch.optim.Adam", "torch.optim.AdamW"}:
+                yield rows.VIEW
+        case ast.Call(keywords=words) if {*functions} & {"torch.optim.Adam", "torch.optim.AdamW"}:
             if any(ast.unparse(word).startswith("betas=(0,") for word in words):
-                yield "Adam(betas=(0, 0.9))"
-        case ast.Call(args=[sampled, _]) if {*found} == {"random.sample"}:
+                yield rows.BETAS
+        case ast.Call(args=[sampled, _]) if {*functions} == {"random.sample"}:
             if any(isinstance(v, ast.Set) or last_name(v) == "set" for v in names.values(sampled)):
-                yield "random.sample(set(...), k)"
-        case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(found):
-            yield f"torch.{name}"
+                yield rows.SAMPLE
+        case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(functions):
+            yield METHODS[name]
     options = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
-    if last_name(node) == "add_argument" and any(RANK.match(f"--{str(it).lstrip('-')}") for it in options):
-        yield "--local_rank"
-    if needs_cuda(node, found):
-        yield "CUDA"
-    yield from calls_by_type(node, names, found)
-    yield from calls_of_arrays(node, names, found)
+    if last_name(node) == "add_argument" and any(
+        RANK.match(f"--{str(option).lstrip('-')}") for option in options
+    ):
+        yield rows.RANK
+    if needs_cuda(node, functions):
+        yield rows.CUDA
+    yield from calls_by_type(node, names, functions)
+    yield from calls_of_arrays(node, names, functions)
 
 
-def calls_by_type(node: ast.Call, names: Names, found: Sequence[str | None]) -> Iterator[str]:
-    """Yields the names of the rows that a call is an example of for the type of a tensor in it."""
+def calls_by_type(node: ast.Call, names: Names, functions: Sequence[str | None]) -> Iterator[Old]:
+    """Yields the rows that a call is an example of for the type of a tensor in it."""
     name = last_name(node)
     if MASKED.fullmatch(name):
-        place = 1 if any((each or "").startswith("torch.") for each in found) else 0
+        place = 1 if any((each or "").startswith("torch.") for each in functions) else 0
         masks = [word.value for word in node.keywords if word.arg == "mask"]
         if any(is_perhaps_bytes(mask, names) for mask in (*node.args[place : place + 1], *masks)):
-            yield MASK
+            yield rows.MASK
     if CLAMPED.fullmatch(name) and isinstance(node.func, ast.Attribute):
         limits = (*node.args, *(word.value for word in node.keywords))
         if is_integral(node.func.value, names) and not all(map(is_whole, limits)):
-            yield CLAMP
+            yield rows.CLAMP
 
 
-def calls_of_arrays(node: ast.Call, names: Names, found: Sequence[str | None]) -> Iterator[str]:
-    """Yields the names of the rows that a call of NumPy or librosa, or of an array, is an example of."""
-    if {*found} & {"numpy.array", "numpy.asarray"}:
+def calls_of_arrays(node: ast.Call, names: Names, functions: Sequence[str | None]) -> Iterator[Old]:
+    """Yields the rows that a call of NumPy or librosa, or of an array, is an example of."""
+    if {*functions} & {"numpy.array", "numpy.asarray"}:
         if any(word.arg == "copy" and getattr(word.value, "value", None) is False for word in node.keywords):
-            yield COPY
-        rows = getattr(node.args[0], "elts", ()) if len(node.args) == 1 else ()
-        if len({len(getattr(row, "elts", ())) for row in rows}) > 1 and len(node.keywords) == 0:
-            yield RAGGED
-    for name in found:
+            yield rows.COPY
+        lists = getattr(node.args[0], "elts", ()) if len(node.args) == 1 else ()
+        if len({len(getattr(each, "elts", ())) for each in lists}) > 1 and len(node.keywords) == 0:
+            yield rows.RAGGED
+    for name in functions:
         package, _, last = (name or "").rpartition(".")
         is_short = len(node.args) <= POSITIONAL.get(last, len(node.args))
         if package.startswith("librosa") and not is_short and librosa_wants_names():
-            yield "librosa.filters.mel(sr, n_fft)"
+            yield rows.LIBROSA
     match node.func:
-        case ast.Attribute(of, name) if name in METHODS_OF and not any(found):
+        case ast.Attribute(of, name) if name in METHODS_OF and not any(functions):
             made = [each for each in (of, *names.values(of)) if isinstance(each, ast.expr)]
             if not any(NOT_ARRAY.search(ast.unparse(each)) for each in made):
                 yield METHODS_OF[name]
@@ -259,8 +247,8 @@ def is_early_step(node: ast.For, names: Names) -> bool:
     match [call for call in calls if last_name(call) in ("step", "train", "train_epoch")]:
         case [ast.Call(ast.Attribute(scheduler, "step")), _, *_]:
             made = [each for each in names.values(scheduler) if isinstance(each, ast.Call)]
-            found = [name for each in made for name in names.resolve(each.func)]
-            return any((name or "").startswith(SCHEDULERS) for name in found)
+            functions = [name for each in made for name in names.resolve(each.func)]
+            return any((name or "").startswith(SCHEDULERS) for name in functions)
     return False
 
 
@@ -271,12 +259,12 @@ def is_whole(limit: ast.expr) -> bool:
     return is_number or re.search(r"\.size\(|\.shape|\blen\(|\bint\(|\.long\(", text) is not None
 
 
-def needs_cuda(node: ast.Call, found: Iterable[str | None]) -> bool:
+def needs_cuda(node: ast.Call, functions: Iterable[str | None]) -> bool:
     """Whether a call needs a GPU: `.cuda()`, a device or backend by name, types and streams."""
-    given = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
+    values = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
     return (
-        any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in given)
+        any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in values)
         or (last_name(node) in ("int", "float") and ast.unparse(node).endswith("(torch.version.cuda)"))
-        or any(re.fullmatch(CUDA, name or "") for name in found)
+        or any(re.fullmatch(CUDA, name or "") for name in functions)
         or (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda")
     )

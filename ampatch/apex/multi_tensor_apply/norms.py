@@ -8,17 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ampatch.steps.masters.tensors import is_wrapper
+
 Kind = tuple[torch.device, torch.dtype, bool]
 
 
 def kind_of(tensor: Tensor) -> Kind:
     """Returns what tensors must have in common for one foreach call."""
-    return tensor.device, tensor.dtype, is_plain(tensor)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no subclass with rules of its own, such as a DTensor."""
-    return type(tensor) in (Tensor, torch.nn.Parameter)
+    return tensor.device, tensor.dtype, is_wrapper(tensor)
 
 
 def compute_type(dtype: torch.dtype) -> torch.dtype:
@@ -32,25 +29,23 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     Finite half values have a finite norm, though their squares may not be. The norm of an empty tensor
     is 0. A complex tensor counts as its real and imaginary parts.
     """
-    found: list[Tensor | None] = [None] * len(tensors)
-    by_kind: dict[Kind, list[int]] = defaultdict(list)
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    result: list[Tensor | None] = [None] * len(real)
+    by_kind: dict[Kind, list[int]] = defaultdict(list)
     for index, tensor in enumerate(real):
         if tensor.numel():
             by_kind[kind_of(tensor)].append(index)
         else:  # has no infinity norm in torch
-            found[index] = tensor.new_zeros((), dtype=compute_type(tensor.dtype))
-    for (_, dtype, _), indices in by_kind.items():
-        group = [real[index] for index in indices]
-        for index, norm in zip(indices, _norms(group, order, compute_type(dtype)), strict=True):
-            found[index] = norm
-    return found  # type: ignore[return-value]
-
-
-def _norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:
-    if is_plain(tensors[0]):
-        return torch._foreach_norm(tensors, order, dtype=dtype)
-    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+            result[index] = tensor.new_zeros((), dtype=compute_type(tensor.dtype))
+    for (_, dtype, is_wrapped), indices in by_kind.items():
+        group, wide = [real[index] for index in indices], compute_type(dtype)
+        if is_wrapped:
+            group_norms = [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in group]
+        else:
+            group_norms = torch._foreach_norm(group, order, dtype=wide)
+        for index, norm in zip(indices, group_norms, strict=True):
+            result[index] = norm
+    return result  # type: ignore[return-value]
 
 
 def total_norm(parts: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
@@ -61,10 +56,8 @@ def total_norm(parts: Sequence[Tensor], device: torch.device | None = None) -> T
     return torch.linalg.vector_norm(torch.stack([part.to(device, torch.float32) for part in parts]))
 
 
-def are_finite(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns whether no element is inf or NaN, as a tensor; None for no elements."""
-    largest = norms([tensor for tensor in tensors if tensor.numel()], float("inf"))
-    if not largest:
+def clip_divisor(grads: Sequence[Tensor], max_norm: float | Tensor | None) -> Tensor | None:
+    """Returns what gradients are divided by for a norm of at most `max_norm`; None for no clipping."""
+    if max_norm is None or (not isinstance(max_norm, Tensor) and max_norm <= 0):
         return None
-    device = largest[0].device
-    return torch.stack([norm.to(device, torch.float32).isfinite() for norm in largest]).all()
+    return (total_norm(norms(grads)) / max_norm).clamp(min=1.0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ampatch.apex.multi_tensor_apply.updates import adagrad_
-from ampatch.apex.optimizers.batch import Batch
-from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, Params
+from torch.optim.adagrad import adagrad
+
+from ampatch.apex.optimizers.fused_optimizer import Batch, CountingOptimizer, Group, Params, decay_apart
 
 
 class FusedAdagrad(CountingOptimizer):
@@ -22,13 +22,21 @@ class FusedAdagrad(CountingOptimizer):
         adagrad_w_mode: bool = False,
     ) -> None:
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+        self.takes_scaled_grads = not adagrad_w_mode
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none)
-
-    @property
-    def _takes_scaled_grads(self) -> bool:
-        return not self.adagrad_w_mode
 
     def _update(self, group: Group, batch: Batch) -> None:
         fused = self._fused_options(batch)
-        steps = self._steps(batch, fused)
-        adagrad_(self._lists(batch, "sum"), steps, group, bool(self.adagrad_w_mode), **fused)
+        adagrad(
+            batch.params,
+            batch.grads,
+            self._moments("sum", batch),
+            self._steps(batch, fused),
+            lr=group["lr"],
+            eps=group["eps"],
+            weight_decay=decay_apart(batch.params, group, bool(self.adagrad_w_mode)),
+            lr_decay=0.0,
+            has_complex=any(param.is_complex() for param in batch.params),
+            maximize=False,
+            **fused,
+        )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.amp_C import multi_tensor_adam
-from ampatch.apex.multi_tensor_apply.updates import adam_, clip
-from ampatch.apex.optimizers.batch import Batch
-from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, Params
+from ampatch.apex.amp_C import adam_, multi_tensor_adam
+from ampatch.apex.multi_tensor_apply.norms import clip_divisor
+from ampatch.apex.optimizers.fused_optimizer import Batch, CountingOptimizer, Group, Params
+from ampatch.levels.precision import HALF_TYPES
 
 
 class FusedAdam(CountingOptimizer):
@@ -51,7 +51,8 @@ class FusedAdam(CountingOptimizer):
         self.capturable = capturable
         self.max_grad_norm = max_grad_norm
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        self._check_positive(max_grad_norm=max_grad_norm)
+        self._check_positive({"max_grad_norm": max_grad_norm})
+        self.takes_scaled_grads = not max_grad_norm
         super().__init__(params, {**defaults, "weight_decay": weight_decay}, set_grad_none, master_weights)
 
     @property
@@ -65,13 +66,9 @@ class FusedAdam(CountingOptimizer):
 
     def _show_master(self, param: Tensor) -> Tensor:
         master = self._working_copy(param)
-        if self._has_master(param):
+        if param.dtype in HALF_TYPES:
             self._shown.setdefault(param, param.detach().clone())
         return master
-
-    @property
-    def _takes_scaled_grads(self) -> bool:
-        return not self.max_grad_norm
 
     def step(
         self,
@@ -85,19 +82,18 @@ class FusedAdam(CountingOptimizer):
 
         Raises AmpError for the other arguments, which apex gave up in 2019.
         """
-        if any(given is not None for given in (grads, output_params, scale, grad_norms)):
+        if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
             raise amp.AmpError(
                 "FusedAdam.step no longer takes grads=, output_params=, scale= and grad_norms=: set the "
                 ".grad of the parameters and call step(), or let amp or FP16_Optimizer scale and clip"
             )
         return super().step(closure)
 
-    def _batches(self, group: Group) -> list[Batch]:
-        batches = super()._batches(group)
-        if self.max_grad_norm:
-            clipped = iter(clip([grad for batch in batches for grad in batch.grads], self.max_grad_norm))
-            for batch in batches:
-                batch.grads = [next(clipped) for _ in batch.grads]
+    def _batches(self, group: Group, params: Sequence[Tensor]) -> list[Batch]:
+        batches = super()._batches(group, params)
+        divisor = clip_divisor([param.grad for param in params], self.max_grad_norm)
+        for batch in batches if divisor is not None else ():
+            batch.grads = [grad / divisor.to(grad.device) for grad in batch.grads]
         return batches
 
     def _update(self, group: Group, batch: Batch) -> None:
@@ -105,7 +101,8 @@ class FusedAdam(CountingOptimizer):
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if self.amsgrad else 2]
         steps = self._steps(batch, fused)
         steps = steps if group["bias_correction"] else _count(steps, fused["found_inf"])
-        adam_(self._lists(batch, *names), steps, group, self.adam_w_mode == 1, **fused)
+        moments = [self._moments(name, batch) for name in names]
+        adam_([batch.grads, batch.params, *moments], steps, group, self.adam_w_mode == 1, **fused)
 
 
 def _count(steps: list[Tensor], found_inf: Tensor | None) -> list[Tensor]:

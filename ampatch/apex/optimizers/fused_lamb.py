@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from ampatch.apex.amp_C import multi_tensor_l2norm
-from ampatch.apex.multi_tensor_apply.norms import norms, total_norm
-from ampatch.apex.multi_tensor_apply.updates import clip_divisor, lamb_
-from ampatch.apex.optimizers.batch import Batch
-from ampatch.apex.optimizers.fused_optimizer import Group, GroupCountingOptimizer, Params
+from ampatch.apex.multi_tensor_apply.norms import clip_divisor, norms
+from ampatch.apex.optimizers.fused_optimizer import (
+    Batch,
+    Group,
+    GroupCountingOptimizer,
+    Params,
+    average_,
+    bias_corrections,
+)
 
 
 class FusedLAMB(GroupCountingOptimizer):
@@ -45,12 +53,38 @@ class FusedLAMB(GroupCountingOptimizer):
         more = {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
         super().__init__(params, {**defaults, **more, "max_grad_norm": max_grad_norm}, set_grad_none)
 
-    def _prepare(self, batches: list[Batch]) -> None:
+    def _prepare(self, grads: Sequence[Tensor]) -> None:
         # As apex did, the bound that the optimizer was made with counts, for all groups together.
-        norm = total_norm(norms([grad for batch in batches for grad in batch.grads]))
-        self._divisor = clip_divisor(norm, self.defaults["max_grad_norm"])
+        self._divisor = clip_divisor(grads, self.defaults["max_grad_norm"])
 
     def _update(self, group: Group, batch: Batch) -> None:
-        lists = self._lists(batch, "exp_avg", "exp_avg_sq")
-        divisor = None if self._divisor is None else self._divisor.to(batch.device)
-        lamb_(lists, group, self.adam_w_mode == 1, self.use_nvlamb, divisor)
+        grads, params, decay = batch.grads, batch.params, group["weight_decay"]
+        exp_avgs, exp_avg_sqs = (self._moments(name, batch) for name in ("exp_avg", "exp_avg_sq"))
+        first, second = bias_corrections(group)
+        if self._divisor is not None:
+            grads = torch._foreach_div(grads, self._divisor.to(batch.device))
+        if decay and not self.adam_w_mode:
+            grads = torch._foreach_add(grads, params, alpha=decay)
+        average_(exp_avgs, grads, group)
+        torch._foreach_mul_(exp_avg_sqs, group["betas"][1])
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - group["betas"][1])
+        root = torch._foreach_div(exp_avg_sqs, second)
+        torch._foreach_sqrt_(root)
+        torch._foreach_add_(root, group["eps"])
+        direction = torch._foreach_div(exp_avgs, first)
+        torch._foreach_div_(direction, root)
+        if decay and self.adam_w_mode:
+            torch._foreach_add_(direction, params, alpha=decay)
+        if self.use_nvlamb or decay:
+            torch._foreach_mul_(direction, _trust_ratios(norms(params), norms(direction)))
+        torch._foreach_mul_(direction, group["lr"])
+        torch._foreach_sub_(params, direction)
+
+
+def _trust_ratios(param_norms: Sequence[Tensor], update_norms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns by how much each layer's step is longer: the norm of its weights by that of its update.
+
+    1 where one of the two is 0.
+    """
+    params, updates = torch.stack(tuple(param_norms)), torch.stack(tuple(update_norms))
+    return torch.where((params != 0) & (updates != 0), params / updates, 1.0).unbind()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.multi_tensor_apply.norms import compute_type, norms
-from ampatch.apex.multi_tensor_apply.updates import blend_norms, novograd_
-from ampatch.apex.optimizers.batch import Batch
-from ampatch.apex.optimizers.fused_optimizer import Group, GroupCountingOptimizer, Params
+from ampatch.apex.multi_tensor_apply.norms import norms
+from ampatch.apex.optimizers.fused_optimizer import (
+    Batch,
+    Group,
+    GroupCountingOptimizer,
+    Params,
+    average_,
+    bias_corrections,
+)
 from ampatch.levels.precision import HALF_TYPES
 
 
@@ -54,22 +60,35 @@ class FusedNovoGrad(GroupCountingOptimizer):
         super().__init__(params, {**defaults, **more, "init_zero": init_zero}, set_grad_none)
 
     def _update(self, group: Group, batch: Batch) -> None:
-        _, beta2 = group["betas"]
-        blended = blend_norms(self._running_norms(batch), batch.grads, beta2, self.norm_type)
-        novograd_((*self._lists(batch, "exp_avg"), blended), group, self.reg_inside_moment)
-        for owner, norm in zip(batch.owners, blended, strict=True):
+        first, second = bias_corrections(group)
+        new_norms = self._blend_norms(batch, group["betas"][1])
+        divisors = (new_norms / math.sqrt(second) + group["eps"]).unbind()
+        exp_avgs, grads = self._moments("exp_avg", batch), batch.grads
+        if self.reg_inside_moment:
+            grads = _normalize(grads, divisors, batch.params, group["weight_decay"])
+        average_(exp_avgs, grads, group)
+        direction = torch._foreach_div(exp_avgs, first)
+        if not self.reg_inside_moment:
+            direction = _normalize(direction, divisors, batch.params, group["weight_decay"])
+        torch._foreach_mul_(direction, group["lr"])
+        torch._foreach_sub_(batch.params, direction)
+        for owner, norm in zip(batch.owners, new_norms, strict=True):
             self.state[owner]["exp_avg_sq"].copy_(norm)
 
-    def _running_norms(self, batch: Batch) -> list[Tensor]:
-        states = [self.state[owner] for owner in batch.owners]
-        new = [index for index, state in enumerate(states) if "exp_avg_sq" not in state]
-        first = norms([batch.grads[index] for index in new], 2.0 if self.norm_type == 2 else float("inf"))
-        for index, norm in zip(new, first, strict=True):
-            # Not a view of all.
-            states[index]["exp_avg_sq"] = torch.zeros_like(norm) if self.init_zero else norm.clone()
-        for state, grad in zip(states, batch.grads, strict=True):
-            state["exp_avg_sq"] = state["exp_avg_sq"].to(grad.device, compute_type(grad.dtype))
-        return [state["exp_avg_sq"] for state in states]
+    def _blend_norms(self, batch: Batch, beta2: float) -> Tensor:
+        """Returns the running norms with those of new gradients: squares are averaged for a 2-norm."""
+        parts = norms(batch.grads, 2.0 if self.norm_type == 2 else math.inf)
+        for owner, norm in zip(batch.owners, parts, strict=True):
+            state = self.state[owner]
+            if "exp_avg_sq" not in state:
+                # Not a view of all.
+                state["exp_avg_sq"] = torch.zeros_like(norm) if self.init_zero else norm.clone()
+            state["exp_avg_sq"] = state["exp_avg_sq"].to(norm.device, norm.dtype)
+        old = torch.stack([self.state[owner]["exp_avg_sq"] for owner in batch.owners])
+        new = torch.stack(parts)
+        if self.norm_type == 2:
+            return (beta2 * old.square() + (1 - beta2) * new.square()).sqrt()
+        return beta2 * old + (1 - beta2) * new
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a checkpoint, ours or apex's, which had the running norms of a group together."""
@@ -91,11 +110,20 @@ class FusedNovoGrad(GroupCountingOptimizer):
         ]
         for norms_of_kind, is_half in zip(kept, (True, False), strict=True):
             values = () if norms_of_kind is None else norms_of_kind.float().unbind()
-            found = [param for param, kind in stepped if kind is is_half]
-            if len(values) != len(found):
+            kind_params = [param for param, kind in stepped if kind is is_half]
+            if len(values) != len(kind_params):
                 raise amp.AmpValueError(
                     f"FusedNovoGrad.load_state_dict: found {len(values)} norms in exp_avg_sq for "
-                    f"{len(found)} parameters with an exp_avg: expected one for each"
+                    f"{len(kind_params)} parameters with an exp_avg: expected one for each"
                 )
-            for param, value in zip(found, values, strict=True):
+            for param, value in zip(kind_params, values, strict=True):
                 self.state[param]["exp_avg_sq"] = value.to(param.device, copy=True)
+
+
+def _normalize(
+    update: Sequence[Tensor], divisors: Sequence[Tensor], params: Sequence[Tensor], weight_decay: float
+) -> Sequence[Tensor]:
+    update = torch._foreach_div(update, divisors)
+    if weight_decay:
+        torch._foreach_add_(update, params, alpha=weight_decay)
+    return update

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 import ampatch as amp
-from ampatch.apex.multi_tensor_apply.updates import sgd_
-from ampatch.apex.optimizers.batch import Batch
-from ampatch.apex.optimizers.fused_optimizer import FusedOptimizer, Group, Params
+from ampatch.apex.optimizers.fused_optimizer import Batch, FusedOptimizer, Group, Params, decay_apart
 
 
 class FusedSGD(FusedOptimizer):
@@ -44,34 +44,37 @@ class FusedSGD(FusedOptimizer):
                 stacklevel=2,
             )
         self.wd_after_momentum = wd_after_momentum
+        self.takes_scaled_grads = not wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
         super().__init__(params, {**defaults, "weight_decay": weight_decay}, set_grad_none)
 
-    @property
-    def _takes_scaled_grads(self) -> bool:
-        return not self.wd_after_momentum
-
-    def _update(self, group: Group, batch: Batch) -> None:
-        if group["momentum"] == 0:
-            self._run(group, batch, [None] * len(batch.params))
-            return
-        new = [index for index, owner in enumerate(batch.owners) if self._is_new(owner)]
-        old = sorted({*range(len(batch.owners))} - {*new})
+    def _step_group(self, group: Group, params: Sequence[Tensor]) -> None:
+        # Torch's kernels take parameters that have a momentum, or such that have none yet.
+        old, new = [], []
+        for param in params:
+            has_none = self.state.get(param, {}).get("momentum_buffer") is None
+            (new if has_none else old).append(param)
         if old:
-            part = batch.select(old)
-            self._run(group, part, self._moments("momentum_buffer", part))
+            super()._step_group(group, old)
         found_inf = getattr(self, "found_inf", None)
         # Torch's kernel would skip, and leave a new momentum uninitialized: one host sync, once.
-        if new and (found_inf is None or not found_inf):
-            part, buffers = batch.select(new), [None] * len(new)
-            self._run(group, part, buffers)
-            for owner, buffer in zip(part.owners, buffers, strict=True):
-                self.state[owner]["momentum_buffer"] = buffer
+        if new and (group["momentum"] == 0 or found_inf is None or not found_inf):
+            super()._step_group(group, new)
 
-    def _is_new(self, owner: Tensor) -> bool:
-        return self.state.get(owner, {}).get("momentum_buffer") is None
-
-    def _run(self, group: Group, batch: Batch, buffers: list[Tensor | None]) -> None:
-        fused = self._fused_options(batch)
-        sgd_(batch.grads, batch.params, buffers, group, self.wd_after_momentum, **fused)
+    def _update(self, group: Group, batch: Batch) -> None:
+        states = [self.state[owner] for owner in batch.owners] if group["momentum"] else []
+        buffers = [None] * len(batch.params)
+        if states and states[0].get("momentum_buffer") is not None:
+            buffers = self._moments("momentum_buffer", batch)
+        sgd(
+            batch.params,
+            batch.grads,
+            buffers,
+            **{name: group[name] for name in ("lr", "momentum", "dampening", "nesterov")},
+            weight_decay=decay_apart(batch.params, group, self.wd_after_momentum),
+            maximize=False,
+            **self._fused_options(batch),
+        )
+        for state, buffer in zip(states, buffers, strict=False):
+            state["momentum_buffer"] = buffer

@@ -46,7 +46,6 @@ def flat_dist_call(tensors: Iterable[Tensor], call: Collective, extra_args: tupl
 
 
 def require_process_group(name: str) -> None:
-    """Raises where no process group has been initialized."""
     if not has_ranks():
         raise amp.AmpValueError(
             f"{name}: there is no process group: call torch.distributed.init_process_group first, in one of "

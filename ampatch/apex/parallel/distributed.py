@@ -143,8 +143,8 @@ def _syncs_grads(model: weakref.ref[DistributedDataParallel]) -> bool:
     return alive is None or alive.require_backward_grad_sync
 
 
-def _warn_of_keywords(**given: bool) -> None:
-    names = [name for name, is_given in given.items() if is_given]
+def _warn_of_keywords(**ignored: bool) -> None:
+    names = [name for name, is_given in ignored.items() if is_given]
     if names:
         warnings.warn(
             f"apex.parallel.DistributedDataParallel: {', '.join(names)} has no meaning with PyTorch's "

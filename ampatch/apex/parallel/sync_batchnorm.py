@@ -123,8 +123,8 @@ def convert_syncbn_model(
     A model that is a BatchNorm itself is returned as a new module. Parameters and buffers stay the very
     same objects, so that an optimizer made before steps them still; hooks and the training flag stay too.
     """
-    found = [each for each in module.modules() if isinstance(each, _BatchNorm)]
-    converted = {id(each): _adopt(each, process_group, channel_last) for each in found}
+    norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    converted = {id(each): _adopt(each, process_group, channel_last) for each in norms}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             parent._modules[name] = converted.get(id(child), child)

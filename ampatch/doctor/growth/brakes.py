@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.places import OURS, frames
+from ampatch.doctor.instruments.tape import Tape
 from ampatch.doctor.instruments.values import tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
@@ -34,14 +35,19 @@ Rows = dict[tuple[object, ...], dict]  # of the report, each with how often it w
 
 
 class Brakes(Rule):
-    """What was seen: syncs, products and islands by their place, over some attempts."""
+    """What was seen: syncs, products and islands by their place, over some attempts.
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(clock)
+    These are not that which the first step ends: what comes before it is seen once.
+    """
+
+    window = range(1, MOST_STEPS + 1)
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
         self.syncs, self.products, self.islands = Rows(), Rows(), Rows()
         self.compiles = 0
         self._open: list[tuple[str, str, str | None]] | None = None  # float32 after a half operation
-        clock.wrap(torch, "compile", self._compile)
+        self.clock.wrap(torch, "compile", self._compile)
 
     def _compile(self, compile: Callable[..., object], *args: object, **kwargs: object) -> object:
         self.compiles += 1
@@ -52,15 +58,15 @@ class Brakes(Rule):
         self._open = None
 
     def wants(self, name: str) -> bool:
-        """Looks at all operations of the first attempts, but for what comes before the first step."""
-        return 0 < self.clock.attempt <= MOST_STEPS and not self.clock.in_backward
+        """Looks at all operations, but of many backward passes at those of the first."""
+        return self.clock.micro_step < MOST_MICRO_STEPS and not self.clock.in_backward
 
-    def after(self, operation: Operation, kept: object, result: object) -> None:
+    def after(self, operation: Operation, kept: object) -> None:
         """Notes what an operation says about speed."""
-        name, place, where = operation.name, operation.place, operation.where
+        name, place, where = operation.name, operation.record.place, operation.record.where
         if is_sync(operation.func, name, operation.args) and is_called_by_script() and where is not None:
             count(self.syncs, op=name.strip("_"), module=place.module if place else "", where=where)
-        given = next((it for it in tensors_in(result) if it.is_floating_point()), None)
+        given = next((it for it in operation.given if it.is_floating_point()), None)
         if place is None or given is None or name in SILENT:
             return
         if given.dtype in HALF_TYPES:

@@ -1,42 +1,46 @@
-"""Shows what a script calls of torch to rules, which look at it: operations, and functions of its own."""
+"""Writes what a script calls on the tape, and shows it to rules: operations, and functions of its own."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
-from ampatch.doctor.instruments.operations import RUNNING, name_of
-from ampatch.doctor.instruments.places import Place, user_line
+from ampatch.doctor.instruments.operations import CASTS, RUNNING, name_of
+from ampatch.doctor.instruments.places import is_called_by_ampatch, user_line
+from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.values import Tensors, inexact_in, quiet
 from ampatch.patching.patcher import Patcher
 
 COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
 LIBRARIES = ("torch.", "ampatch.")  # whose functions stand for operations that were seen
-Site = tuple[str, str | None, str, Place | None]  # phase, line, operation and module
 
 
-@dataclass(frozen=True)
+@dataclass
 class Operation:
-    """A function of torch that is called: `taken` are the tensors it takes that can hold inf and NaN."""
+    """A function of torch that is called, with its record; it and what is given are known after it has run.
+
+    `taken` and `given` are the tensors that can hold inf and NaN, what is written in place among both.
+    """
 
     name: str
     func: Callable[..., object] | None
     args: tuple
     kwargs: dict[str, object]
     taken: Tensors
-    phase: str
-    place: Place | None
-    autocast: str | None  # the device for which torch.autocast is on, or was before
     is_on: bool  # torch.autocast
+    record: Op
+    given: Tensors = field(default_factory=list)
+    casts: Sequence[Op] = ()  # those of ours that are made for it
 
     @classmethod
     def now(cls, clock: Clock, name: str, func: object, args: tuple, kwargs: dict) -> Operation:
@@ -45,13 +49,9 @@ class Operation:
         device = taken[0].device.type if taken else "cpu"
         if is_on := device != "meta" and torch.is_autocast_enabled(device):
             clock.autocasts.add(device)
-        autocast = device if device in clock.autocasts else None
-        return cls(name, func, args, kwargs, taken, clock.phase, clock.models.place, autocast, is_on)
-
-    @functools.cached_property
-    def where(self) -> str | None:
-        """The user's line, asked for while the call runs."""
-        return user_line()
+        record = Op(name, clock.phase, clock.models.place, user_line())
+        record.autocast = device if device in clock.autocasts else None
+        return cls(name, func, args, kwargs, taken, is_on, record)
 
     @property
     def writes(self) -> bool:
@@ -63,21 +63,30 @@ class Operation:
         """All that it is given."""
         return (*self.args, *self.kwargs.values())
 
-    @property
-    def site(self) -> Site:
-        """Where it stands."""
-        return self.phase, self.where, self.name, self.place
-
     @functools.cached_property
     def floating(self) -> Tensors:
         """What it takes, but for complex numbers."""
         return [tensor for tensor in self.taken if tensor.is_floating_point()]
+
+    def gives(self, result: object) -> Tensors:
+        """Returns what can hold inf and NaN of a result, and of what it has written into."""
+        given = inexact_in(result)
+        if self.name.endswith("_") and self.args:  # of functions named _foreach_ a list
+            given += inexact_in(self.args[0])
+        if self.name in RUNNING:  # they write into two of what they take
+            given += [it for it in inexact_in(self.args[1:5]) if not it.requires_grad]
+        return list({id(it): it for it in given}.values())
 
 
 class Rule(Instrument):
     """Looks at what a script calls, by `Operations`."""
 
     looks_inside = False  # of functions that are `COMPOSITE`
+    window: Collection[int] | None = None  # the attempts of interest, None: all
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape.clock)
+        self.tape = tape
 
     def wants(self, name: str) -> bool:
         """Says whether an operation of this name is of interest now."""
@@ -86,32 +95,37 @@ class Rule(Instrument):
     def before(self, operation: Operation) -> object:
         """Looks at what an operation takes; returns what `after` needs."""
 
-    def after(self, operation: Operation, kept: object, result: object) -> None:
+    def after(self, operation: Operation, kept: object) -> None:
         """Looks at what an operation gives."""
 
     def see_error(self, operation: Operation, error: Exception) -> None:
         """Looks at an operation that raised an error."""
 
-    def see_function(self, operation: Operation, given: Tensors) -> None:
+    def see_function(self, operation: Operation) -> None:
         """Looks at a `torch.autograd.Function` of the script's; operations in its forward are shown too."""
 
 
 class Operations(TorchFunctionMode):
-    """Shows each operation that a script calls to the rules that want it, before and after it runs."""
+    """Writes each operation that a script calls and a rule wants on a tape, and shows it to these rules."""
 
-    def __init__(self, clock: Clock, rules: Sequence[Rule]) -> None:
+    def __init__(self, tape: Tape, rules: Sequence[Rule]) -> None:
         super().__init__()
-        self._clock, self._rules = clock, rules
+        self._tape, self._clock, self._rules = tape, tape.clock, rules
+        self._due: Sequence[Rule] = rules  # in the present attempt
+        self._attempt = -1
         self._is_off = False  # torch leaves a mode for what an operation does
+        self._casts: list[Op] = []  # of ours, which are part of what follows
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, name_of(func)
-        rules = [rule for rule in self._rules if rule.wants(name)]
+        rules, kwargs, name = self._rules_now(), kwargs or {}, name_of(func)
+        rules = [rule for rule in rules if rule.wants(name)]
         if not rules:
             return self._call(func, args, kwargs)
         if name in COMPOSITE and any(rule.looks_inside for rule in rules):
             with inside_of(func), self:
                 return func(*args, **kwargs)
+        if not name and not isinstance(value := func(*args, **kwargs), Tensor):
+            return value  # a property that is no tensor
         operation = Operation.now(self._clock, name, func, args, kwargs)
         with quiet():
             kept = [rule.before(operation) for rule in rules]
@@ -119,13 +133,36 @@ class Operations(TorchFunctionMode):
             result = self._call(func, args, kwargs)
         except RuntimeError as error:
             with quiet():
+                self._record(operation, operation.taken)
                 for rule in rules:
                     rule.see_error(operation, error)
             raise
         with quiet():
+            self._record(operation, operation.gives(result))
             for rule, each in zip(rules, kept, strict=True):
-                rule.after(operation, each, result)
+                rule.after(operation, each)
+            self._tape.put(operation.record, operation.given)
         return result
+
+    def _rules_now(self) -> Sequence[Rule]:
+        """Returns the rules that look at the present attempt: of a long script most have none."""
+        now = self._clock.attempt
+        if now != self._attempt:
+            self._attempt = now
+            self._due = [it for it in self._rules if it.window is None or now in it.window]
+        return self._due
+
+    def _record(self, operation: Operation, given: Tensors) -> None:
+        """Writes an operation on the tape; a cast that ampatch makes is called as what it is made for."""
+        record, is_ours = operation.record, is_called_by_ampatch()
+        casts = [it for it in self._casts if it.place == record.place] if is_ours else []
+        operation.given, operation.casts, record.is_ours = given, casts, is_ours
+        self._tape.add(record, operation.taken, given)
+        if not given:
+            return
+        self._casts = [*casts, record] if is_ours and operation.name in CASTS else []
+        for it in () if self._casts else casts:
+            it.op = operation.name
 
     def _call(self, func: Callable[..., object], args: tuple, kwargs: dict) -> object:
         before, self._is_off = self._is_off, True
@@ -155,11 +192,14 @@ class Operations(TorchFunctionMode):
         self._clock.undo.enter_context(self)
 
     def _show_function(self, name: str, args: tuple, kwargs: dict, given: Tensors) -> None:
-        rules = [rule for rule in self._rules if given and rule.wants(name)]
-        operation = Operation.now(self._clock, name, None, args, kwargs) if rules else None
-        with quiet() if rules else nullcontext():
+        rules = [rule for rule in self._rules_now() if given and rule.wants(name)]
+        if not rules:
+            return
+        operation = Operation.now(self._clock, name, None, args, kwargs)
+        with quiet():
+            self._record(operation, given)
             for rule in rules:
-                rule.see_function(operation, given)
+                rule.see_function(operation)
 
     def _remember(self, forward: Callable[..., object], ctx: object, *args: object) -> object:
         ctx.ampatch_place = self._clock.models.save()

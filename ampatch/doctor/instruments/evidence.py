@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments.dispatch import Operation
-from ampatch.doctor.instruments.marks import Origins
+from ampatch.doctor.instruments.origins import Origins
 from ampatch.doctor.instruments.places import is_called_by_user
+from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.values import Damage, Tensors, plain
 from ampatch.doctor.text.source import place_of, statement_of
 from ampatch.levels.precision import HALF_TYPES
@@ -31,13 +31,14 @@ DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode thei
 COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
 
 
-def follow(facts: WeakTensorKeyDictionary, call: ops.Call, of: Operation, given: Tensors) -> None:
-    """Puts into the facts of a call what its arguments show, and adds to those of what it gives.
+def follow(tape: Tape, of: Operation) -> None:
+    """Puts into the facts of an operation what its arguments show, and what it hands on.
 
     Constants that became 0, and casts that the script makes, are followed to what they are given to.
     """
-    for it in of.taken:
-        call.facts |= facts.get(it, {})
+    call, given = of.record, of.given
+    for facts in (*(it.facts for it in of.casts), *(tape.records[it].handed for it in call.parents)):
+        call.facts |= facts
     if given[0].dtype not in HALF_TYPES:
         return
     constant = find_lost_constant(call.op, (of.args, of.kwargs), given[0].dtype)
@@ -50,8 +51,7 @@ def follow(facts: WeakTensorKeyDictionary, call: ops.Call, of: Operation, given:
         result = plain(given[0])
         is_lost = (result == 1) | (result == -1 if value[1] == "1" else result.abs() < SMALL)
         if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
-            for it in given:
-                facts[it] = facts.get(it, {}) | {name: value}
+            call.handed[name] = value
 
 
 def text_of(where: str | None) -> str:
@@ -118,10 +118,9 @@ def constants_in(value: object, counts: bool, depth: int = 3) -> Iterator[float]
             yield from constants_in(each, counts, depth - 1)
 
 
-def note_error(
-    error: Exception, call: ops.Call, of: Operation, origins: Origins, region: Paste | None
-) -> None:
+def note_error(error: Exception, of: Operation, origins: Origins, region: Paste | None) -> None:
     """Notes an operation that raises an error, as where a constant does not fit into the type of a tensor."""
+    call = of.record
     call.facts["error"] = str(error).split("\n")[0]
     if "without overflow" in str(error):
         constant = find_lost_constant(call.op, (of.args, of.kwargs), of.taken[0].dtype)
@@ -155,7 +154,7 @@ def find_infinity(origin: ops.Origin, of: Operation) -> Constant | None:
     return (lowest, "-inf", dtype) if is_added else None
 
 
-def note_written(call: ops.Call) -> bool:
+def note_written(call: Op) -> bool:
     """Notes an infinity that the script writes into what a product takes; says whether it does."""
     is_written = call.op in ("mul", "mul_") and bool(lines_with(call.where, math.inf)[1])
     if is_written:

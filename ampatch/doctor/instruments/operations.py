@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from ampatch.doctor.fixes import Paste
-from ampatch.doctor.instruments.places import Models, Place
-from ampatch.doctor.instruments.values import HALF, Damage, is_finite, node_of, quiet, tensors_in
+from ampatch.doctor.instruments.places import Models
+from ampatch.doctor.instruments.tape import Op
+from ampatch.doctor.instruments.values import Damage, is_finite, node_of, quiet, tensors_in
 
 # Operators by the names of their functions; those of torch end with _ where they work in place.
 OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "rpow": "pow", "radd": "add"}
@@ -62,7 +62,6 @@ MULTIPLY = tuple(
     )
 )
 MULTIPLY += ("SumBackward1", "MeanBackward1")
-NEAR = 100  # nodes of a graph that are looked at
 SMALLER = 2.0**-12  # of the present loss scale, to ask whether a gradient overflows for it
 SMALL = 16.0  # a loss scale that is smaller than any search begins with
 KNOWN = "ampatch.doctor"  # in a node's metadata
@@ -76,27 +75,10 @@ class Enough(BaseException):
 
 
 @dataclass(slots=True)
-class Call:
-    """One operation: what it is called, and where it stands."""
-
-    op: str
-    phase: str
-    place: Place | None
-    where: str | None
-    dtype: str = ""
-    origins: set[int] = field(default_factory=set)  # whose marks it took or gave
-    hidden: set[int] = field(default_factory=set)  # of bad data, of which it makes finite numbers
-    infinite: Damage | None = None  # of what it took, and what may be a mask
-    is_data: bool = False  # whether that came with the batch
-    autocast: str | None = None  # the device for which torch.autocast was on
-    facts: dict[str, object] = field(default_factory=dict)  # see `evidence`
-
-
-@dataclass(slots=True)
 class Origin:
     """An operation that made bad numbers."""
 
-    call: Call
+    call: Op
     phase: str
     damage: Damage
     micro_step: int
@@ -142,23 +124,17 @@ class Graph:
         self._models, self._on_bad = models, on_bad
         self._nodes: list[object] = []  # kept, so that each stays one object of Python
 
-    def tag(self, taken: list[Tensor], given: list[Tensor], call: Call) -> None:
+    def tag(self, taken: list[Tensor], given: list[Tensor], call: Op) -> None:
         """Has the nodes of an operation know it; what it takes may come of a function that nobody saw."""
         for tensor in taken:
             node = node_of(tensor)
             if node is not None and KNOWN not in node.metadata:
                 name = node.name().removesuffix("Backward")
-                self._tag_nodes(node, Call(name, call.phase, call.place, call.where, call.dtype))
+                self._tag_nodes(node, Op(name, call.phase, call.place, call.where, call.dtype))
         for tensor in given:
             self._tag_nodes(node_of(tensor), call)
 
-    def modules_like(self, call: Call) -> list[str]:
-        """Returns the modules that run the same operation at the same line."""
-        calls = (node.metadata[KNOWN] for node in self._nodes)
-        same = (it for it in calls if (it.op, it.where) == (call.op, call.where) and it.place)
-        return sorted({it.place.module for it in same})
-
-    def _tag_nodes(self, node: object, call: Call) -> None:
+    def _tag_nodes(self, node: object, call: Op) -> None:
         waiting = [node]
         while waiting:
             node = waiting.pop()
@@ -171,26 +147,13 @@ class Graph:
             self._nodes.append(node)
             waiting += followers
 
-    def _look(self, index: int, call: Call, names: list[str | None], made: tuple, taken: tuple) -> None:
+    def _look(self, index: int, call: Op, names: list[str | None], made: tuple, taken: tuple) -> None:
         """A hook of a node: `made` are the gradients that it made of those that it took."""
         with quiet():
             for tensor, name in zip(made, names, strict=False):
                 if tensor is not None and not is_finite(tensor):
                     self._on_bad(call, self._nodes[index], name, tensor, taken)
                     return
-
-    def half_before(self, tensors: Sequence[Tensor]) -> Call | None:
-        """Returns the nearest operation in half of which some tensors come."""
-        for node in islice(nodes_of(tensors), NEAR):
-            call = node.metadata.get(KNOWN)
-            if call is not None and call.dtype in HALF and call.op not in CASTS:
-                return call
-        return None
-
-    def taker_of(self, node: object) -> Call | None:
-        """Returns the operation that took what a node's gave, None if none is known."""
-        takers = (it for it in self._nodes if any(each is node for each, _ in it.next_functions))
-        return next((it.metadata[KNOWN] for it in takers), None)
 
 
 def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:

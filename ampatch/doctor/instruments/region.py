@@ -24,8 +24,9 @@ Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cas
 
 def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
     """Returns the fix of the statement which an operation runs for; `parameters` are the models'."""
-    is_cast = of.is_on or not (of.autocast or any(map(is_half_tensor, parameters)))
-    return region_in_float32(of.autocast, not (of.place and of.place.module), is_cast)
+    place = of.record.place
+    is_cast = of.is_on or not (of.record.autocast or any(map(is_half_tensor, parameters)))
+    return region_in_float32(of.record.autocast, not (place and place.module), is_cast)
 
 
 def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) -> Paste | None:

@@ -1,8 +1,8 @@
 """Follows every operation of some steps, forward and backward, and finds those that made bad numbers.
 
 An operation is an origin if what it takes is finite and what it gives is not, or if it makes NaN out of an
-infinity that is no fault. The memory of what it gives carries its mark, and so does all that is made of that:
-so the trace tells consequences from origins, and knows which origins reached the loss or a gradient.
+infinity that is no fault. Its record on the tape names it, and so do those of all that is made of that: so
+the trace tells consequences from origins, and knows which origins reached the loss or a gradient.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments import places
-from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS, Clock
+from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import explain_arguments, follow, note_error, note_written
-from ampatch.doctor.instruments.marks import Marks, Origins
+from ampatch.doctor.instruments.origins import Origins
 from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_of
+from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.values import (
+    HALF,
     Kept,
-    Tensors,
     examine,
     examine_all,
     holds_no_number,
-    inexact_in,
     is_finite,
     largest_of,
     plain,
@@ -41,26 +40,27 @@ from ampatch.doctor.instruments.values import (
 
 
 class Trace(Rule):
-    """Watches the attempts in `window`, None: all; after it the script ends, unless it `goes_on`."""
+    """Watches the attempts in `window`, None: all; unless it `goes_on`, it ends after them and `last`."""
 
     looks_inside = True
 
     def __init__(
-        self, clock: Clock, window: Collection[int] | None, goes_on: bool = False, is_brief: bool = False
+        self,
+        tape: Tape,
+        window: Collection[int] | None,
+        goes_on: bool = False,
+        is_brief: bool = False,
+        last: int = 0,
     ) -> None:
-        super().__init__(clock)
-        self.window, self.goes_on = window, goes_on
+        super().__init__(tape)
+        self.window, self.goes_on, self._last = window, goes_on, max(last, *window or (0,))
         self._most = MOST_MICRO_STEPS if is_brief else math.inf  # backward passes of an attempt
-        self.origins = Origins()
-        self.models = clock.models
-        self._early = Marks()  # of what was made before the first step, and lasts
+        self.origins, self.models = Origins(), self.clock.models
         self._begin_window()
 
     def _begin_window(self) -> None:
         self.active = self.window is None or self.origins.attempt in self.window
-        self._marks, self._facts = self._early.copy(), WeakTensorKeyDictionary()
         self._graph = ops.Graph(self.models, self._on_bad_gradient)
-        self._pending: ops.Call | None = None  # a cast of ours, which is part of what follows
         self._found_in_backward = False
         self.origins.came_back = set()
         self._note_old_gradients()
@@ -76,13 +76,13 @@ class Trace(Rule):
             return
         self._note_batch_sizes(args)
         if not (self.origins.attempt or self.origins.micro_step):
-            self._early = self._marks.copy()
+            self.tape.keep()
         self.origins.give_up()
         if self.active:
             with quiet():
                 self._look_at_batch(args)
                 for parameter in self.models.parameters():
-                    for origin in self.origins.of("input", self._marks.of(parameter)):
+                    for origin in self.origins.of("input", self.tape.origins_of(parameter)):
                         origin.parameter = self.models.name_of(parameter)
                         if self.origins.attempt:  # a script that copies masters itself, after their step
                             origin.phase = "optimizer"
@@ -99,7 +99,7 @@ class Trace(Rule):
 
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
-            marks = self._marks.of(tensor)
+            marks = self.tape.origins_of(tensor)
             for origin in self.origins.of("loss", marks):  # it stands between two models
                 origin.phase = "forward"
             if is_finite(tensor):
@@ -108,8 +108,9 @@ class Trace(Rule):
                 if (damage := examine(tensor)).kind == origin.damage.kind:
                     origin.damage = damage
             if not marks:
-                self._marks.add(tensor, self.origins.add_data(tensor, self.models.place, places.user_line()))
-            self.origins.note_taken(self._marks.of(tensor), "model")
+                marks = self.origins.add_data(tensor, self.models.place, places.user_line())
+                self.tape.mark(tensor, marks)
+            self.origins.note_taken(marks, "model")
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
@@ -118,7 +119,7 @@ class Trace(Rule):
             self._note_old_gradients()
             if self.clock.part == "input":  # no model has run
                 self.origins.move_to_loss()
-            self.origins.reach(self._marks.of(*(loss for loss in losses if not is_finite(loss))))
+            self.origins.reach(self.tape.origins_of(*(loss for loss in losses if not is_finite(loss))))
 
     def end_backward(self) -> None:
         """Looks at the gradients; the next micro-step begins."""
@@ -130,18 +131,17 @@ class Trace(Rule):
         for parameter in parameters:
             gradient, name = parameter.grad, self.models.name_of(parameter)
             is_good = gradient is None or is_finite(gradient)
-            if is_good or self.origins.move_to_step(self._marks.of(gradient), name):
+            if is_good or self.origins.move_to_step(self.tape.origins_of(gradient), name):
                 continue
             self.origins.reach(self.origins.came_back)
             is_old = name in self._old and bool(self.origins.all)
             if not (self._found_in_backward or is_old):
-                call = ops.Call(
-                    "accumulate_grad", "backward", None, places.user_line(), str(parameter.dtype)[6:]
-                )
+                dtype = str(parameter.dtype)[6:]
+                call = Op("accumulate_grad", "backward", None, places.user_line(), dtype)
                 more = {"parameter": name, "is_of_scale": True}
                 self.origins.reach([self.origins.add(call, examine(gradient), **more)])
                 self._found_in_backward = True
-            self._marks.add(gradient, {*range(len(self.origins.all))[-1:]})  # none where nothing was seen
+            self.tape.mark(gradient, {*range(len(self.origins.all))[-1:]})  # none where nothing was seen
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """Looks at the gradients that an optimizer takes."""
@@ -162,9 +162,9 @@ class Trace(Rule):
                 *self.models.parameters(),
             )  # masters, and their halves
             lost = (*(it for it in weights if not is_finite(it)), *self.models.lost_buffers())
-            self.origins.reach(self._marks.of(*lost))
+            self.origins.reach(self.tape.origins_of(*lost))
         self.origins.end_attempt()
-        if self.window is not None and self.origins.attempt > max(self.window) and not self.goes_on:
+        if self.window is not None and self.origins.attempt > self._last and not self.goes_on:
             raise ops.Enough
         self._begin_window()
 
@@ -181,65 +181,52 @@ class Trace(Rule):
 
     def before(self, operation: Operation) -> Kept | None:
         """Returns what is bad before an operation that writes into it, and the largest number."""
-        if operation.name in ops.ASKING and operation.phase != "input":
-            self.origins.asked |= self._marks.of(*(it for it in operation.taken if not is_finite(it)))
+        if operation.name in ops.ASKING and operation.record.phase != "input":
+            bad = (it for it in operation.taken if not is_finite(it))
+            self.origins.asked |= self.tape.origins_of(*bad)
         return examine_all(operation.taken) if operation.writes else None
 
-    def after(self, operation: Operation, kept: Kept | None, result: object) -> None:
+    def after(self, operation: Operation, kept: Kept | None) -> None:
         """Follows what is bad, and what arguments show."""
-        given = inexact_in(result)
-        if operation.name.endswith("_") and operation.args:  # in place; of functions named _foreach_ a list
-            given += inexact_in(operation.args[0])
-        if operation.name in ops.RUNNING:  # they write into two of what they take
-            given += [it for it in inexact_in(operation.args[1:5]) if not it.requires_grad]
-        if not given:
+        if not operation.given:
             return
-        call = self._describe(operation, given)
         self.origins.is_repeat = self.clock.repeats
-        follow(self._facts, call, operation, given)
-        self._look(call, operation, kept, given)
-        for origin in (it for it in self.origins.all if it.call is call):
-            explain_arguments(origin, operation, self.models.like_place())
+        follow(self.tape, operation)
+        self._look(operation.record, operation, kept)
+        records = [operation.record, *operation.casts]
+        for origin in self.origins.all:
+            if any(origin.call is it for it in records):
+                explain_arguments(origin, operation, self.models.like_place())
 
     def see_error(self, operation: Operation, error: Exception) -> None:
         """Notes an operation that raises an error."""
         if operation.taken:
-            call = self._describe(operation, operation.taken)
-            note_error(error, call, operation, self.origins, self._region(call, operation))
+            note_error(error, operation, self.origins, self._region(operation.record, operation))
 
-    def _describe(self, operation: Operation, given: Tensors) -> ops.Call:
-        is_ours, name = places.is_called_by_ampatch(), operation.name
-        call = self._pending if is_ours else None
-        if call is None or call.place != operation.place:  # the cast of a model's input is no layer's
-            call = ops.Call(name, operation.phase, operation.place, operation.where)
-        call.op, call.dtype, call.autocast = name, str(given[0].dtype)[6:], operation.autocast
-        self._pending = call if is_ours and name in ops.CASTS else None
-        return call
-
-    def see_function(self, operation: Operation, given: Tensors) -> None:
+    def see_function(self, operation: Operation) -> None:
         """Learns of a function whose node has no operation."""
-        self._graph.tag(operation.taken, given, self._describe(operation, given))
+        self._graph.tag(operation.taken, operation.given, operation.record)
 
-    def _look(self, call: ops.Call, operation: Operation, kept: Kept | None, given: Tensors) -> None:
+    def _look(self, call: Op, operation: Operation, kept: Kept | None) -> None:
         """Looks at what an operation gives."""
-        taken, marks = operation.taken, self._marks.of(*operation.taken)
+        taken, given, marks = operation.taken, operation.given, call.origins
         self._graph.tag(taken, given, call)
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
         if kept is None and (marks or worst is not None):
             kept = examine_all(taken)
         bad, largest = kept or ([], None)
-        came = self._marks.of(*bad)
+        came = self.tape.origins_of(*bad)
         if any(word in call.op for word in ops.WEIGHING):
             came -= self.origins.quiet
         damage = None if worst is None else examine(worst, bool(bad))
         if bad and damage is None and not any(it.requires_grad for it in bad):  # data that a mask hides
-            marks, call.hidden = self._marks.of(*filter(is_finite, taken)), came
+            marks, call.hidden = self.tape.origins_of(*filter(is_finite, taken)), came
         if damage is not None and bad and not came:
             marks = marks | (came := self._marks_of_unseen(call, bad))
         is_new = damage is not None and not came
         is_inf = is_new and damage.kind == "inf" and call.op not in ops.OF_ALL
         # As the fill value of a mask does; a rate may be infinite.
-        is_named = is_inf and operation.phase != "optimizer" and holds_no_number(operation.arguments)
+        is_named = is_inf and operation.record.phase != "optimizer" and holds_no_number(operation.arguments)
         of_mask = is_inf and (bool(bad) or is_named)
         if is_new and not of_mask:
             parameter = self.models.name_of(worst)
@@ -249,36 +236,35 @@ class Trace(Rule):
             is_scaling = call.phase == "loss" and call.op == "mul" and places.is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
             more["region"] = self._region(call, operation)
-            marks = {*marks, self.origins.add(call, damage, **more)}
+            marks = marks | {self.origins.add(call, damage, **more)}
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
-        call.origins |= marks
+        call.origins = marks
         call.infinite = examine(bad[0]) if of_mask and bad else None
         call.is_data = any(bool((plain(it) == math.inf).any()) for it in bad)
-        for tensor in given if marks else ():
-            self._marks.add(tensor, marks)
 
-    def _region(self, call: ops.Call, of: Operation) -> Paste | None:
+    def _region(self, call: Op, of: Operation) -> Paste | None:
         if not any(map(is_half_tensor, of.taken)):
-            source = self._graph.half_before(of.taken)
+            before = self.tape.before(call.parents)
+            source = next((it for it in before if it.dtype in HALF and it.op not in ops.CASTS), None)
             if source and source.place:
                 call.facts |= {"alike": [source.place.module], "model": source.place.model}
-            return function_at(source and source.where, of.autocast)
+            return function_at(source and source.where, of.record.autocast)
         return region_of(of, self.models.parameters())
 
-    def _marks_of_unseen(self, call: ops.Call, bad: list[Tensor]) -> set[int]:
+    def _marks_of_unseen(self, call: Op, bad: list[Tensor]) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
                 name = self.models.name_of(tensor) or self.models.name_held(tensor)
                 is_first = self.window is not None and not self.origins.attempt
                 marks = {self.origins.add_unseen(tensor, name, call.where, is_first)}
-                self._marks.add(tensor, marks)
+                self.tape.mark(tensor, marks)
                 return marks
         return set()
 
     def _on_bad_gradient(
-        self, call: ops.Call, node: object, parameter: str | None, made: Tensor, taken: tuple
+        self, call: Op, node: object, parameter: str | None, made: Tensor, taken: tuple
     ) -> None:
         """An operation's own bad numbers come back here; else it is an origin if what it took was finite."""
         if not self.active or (self._found_in_backward and node.name() == ops.REPEATED):
@@ -288,15 +274,17 @@ class Trace(Rule):
         if call.origins or call.hidden or not all(map(is_finite, given := [*tensors_in(taken)])):
             return
         if call.infinite is not None and call.is_data and not note_written(call):  # it was no mask
-            data = ops.Call("", "input", call.place, call.where)
+            data = Op("", "input", call.place, call.where)
             self.origins.came_back.add(self.origins.add(data, call.infinite))
             return
         if call.infinite is not None:
             call.facts |= {"masked": True, "constant": (-math.inf, "-inf", call.dtype)} | call.facts
-        if call.op in ops.CASTS and (taker := self._graph.taker_of(node)) and taker.op in ops.LOGARITHMS:
+        takers = (it for it in self.tape.records if call.number in it.parents)
+        if call.op in ops.CASTS and (taker := next(takers, call)).op in ops.LOGARITHMS:
             call = taker  # whose gradient is 1 / p: the cast is not to blame
         if call.op not in ops.SUMS:  # of a layer of torch's the line is that which calls it
-            call.facts["alike"] = self._graph.modules_like(call)
+            like = (it for it in self.tape.records if (it.op, it.where) == (call.op, call.where))
+            call.facts["alike"] = sorted({it.place.module for it in like if it.place})
         call.facts["function"] = hasattr(node, "saved_tensors")  # one of Python
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         more["is_of_scale"] = ops.is_cured_by_scale(node, taken, self.clock.scale)

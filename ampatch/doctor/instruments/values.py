@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import ampatch as amp
@@ -142,13 +143,13 @@ def node_of(tensor: Tensor) -> object:
         return None
 
 
-def key_of(tensor: Tensor) -> int:
-    """Returns the address of a tensor's memory, which its views share."""
-    tensor = tensor._values() if tensor.layout is torch.sparse_coo else plain(tensor)
+def key_of(tensor: Tensor) -> Hashable:
+    """Returns what stands for a tensor's memory, which its views share; it keeps no number alive."""
+    held = tensor._values() if tensor.layout is torch.sparse_coo else plain(tensor)
     try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
+        return StorageWeakRef(held.untyped_storage())
     except (RuntimeError, NotImplementedError):
-        return id(tensor)
+        return tensor
 
 
 @contextmanager

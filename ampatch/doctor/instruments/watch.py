@@ -19,6 +19,8 @@ from ampatch.doctor.instruments.places import parameters_of
 from ampatch.doctor.instruments.values import are_finite, is_finite, quiet, tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
+MOST_LOST = 250  # attempts in a row that leave bad weights: more than a trial makes after a fault
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -35,7 +37,7 @@ class Attempt:
     weights: bool = True
     is_again: bool = False  # of the backward pass that the attempt before was of
     left_out: bool = False  # a model gave bad numbers, and no backward pass followed
-    value: float = 0.0  # of the loss
+    value: float = 0.0  # of the loss, of several backward passes their mean
     seconds: float = 0.0  # since the attempt before, with what it costs to watch
 
     @property
@@ -45,7 +47,10 @@ class Attempt:
 
 
 class Watch(Instrument):
-    """Watches a whole run, or as many attempts as are wanted; costs some host syncs a step."""
+    """Watches a run to its end, for as many attempts as are wanted, or until weights stay lost.
+
+    Costs some host syncs a step.
+    """
 
     def __init__(self, clock: Clock, most: int | None = None) -> None:
         super().__init__(clock)
@@ -56,6 +61,8 @@ class Watch(Instrument):
         self._steps: Counter[Optimizer] = Counter()
         self._is_bad = False  # what a model gave, since the last backward pass
         self._has_backward = False  # since the last attempt
+        self._losses: list[float] = []  # since the last attempt
+        self._lost = 0  # attempts in a row that have left bad weights
         self._old: set[int] = set()  # parameters whose gradients were bad before it, of another step maybe
         self._unset: set[int] = set()  # buffers that are bad from the beginning
         self._models = 0  # how many have run
@@ -83,7 +90,7 @@ class Watch(Instrument):
         """Looks at the loss, and at the scale of ours; that of torch is asked at the attempt."""
         self._is_bad, self._has_backward = False, True
         self._now.loss &= are_finite(losses)
-        self._now.value = sum(it.sum().item() for it in losses)
+        self._losses.append(sum(it.sum().item() for it in losses))
         parameters = self.clock.models.parameters()
         self._old = set() if have_finite_grads(parameters) else bad_of(parameters)
         if (scaler := self.clock.scaler) is not None:
@@ -111,12 +118,14 @@ class Watch(Instrument):
         held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
         self._now.weights &= are_finite(held)
         self._now.weights &= {id(it) for it in self.clock.models.lost_buffers()} <= self._unset
-        self._now.value /= self._now.scale or 1.0
+        if self._losses:
+            self._now.value = sum(self._losses) / len(self._losses) / (self._now.scale or 1.0)
         self._now.seconds = perf_counter() - self._since
         self.attempts.append(self._now)
+        self._lost = 0 if self._now.weights else self._lost + 1
         self._now, self.is_open, self._since = Attempt(), False, perf_counter()
-        self._has_backward = False
-        if len(self.attempts) == self._most:
+        self._has_backward, self._losses = False, []
+        if len(self.attempts) == self._most or self._lost == MOST_LOST:
             raise Enough
 
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from ampatch.doctor.campaign import MOST_TRACED, findings_in, modules_to_keep
 from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.instruments.clock import ScalerInUse
-from ampatch.doctor.instruments.operations import Call, Origin
+from ampatch.doctor.instruments.operations import Origin
+from ampatch.doctor.instruments.tape import Op
 from ampatch.doctor.instruments.values import examine, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.outcome import Step
@@ -125,7 +126,7 @@ class Patient(ScalerInUse):
         name, bad = next(((n, p) for n, p in named if not is_finite(p)), (None, None))
         if bad is None:
             return
-        call = Call("", "optimizer", None, None)
+        call = Op("", "optimizer", None, None)
         origin = Origin(call, "optimizer", examine(bad), 0, parameter=name, has_reached=True)
         last = self.attempts[-1]
         self._blame_weights(self.latest, last.step + sum(it is last for it in self.attempts) - 1)

@@ -11,9 +11,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Call, Origin
+from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.places import unwrap, user_line
 from ampatch.doctor.instruments.precision import Oversized
+from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine, is_finite, quiet
 from ampatch.doctor.live.outcome import Step
@@ -35,14 +36,14 @@ def replay(step: Step, models: Sequence[Module], optimizers: Sequence[Optimizer]
         refuse(record, models)
         with as_it_was(record, models):
             run = Rerun(record, {id(model): unwrap(model) for model in models})
-            run.clock.scale, trace = scale, Trace(run.clock, None)
+            run.clock.scale, trace = scale, Trace(Tape(run.clock), None)
             try:
                 run_again(run, trace)
             finally:
                 origins = found_by(trace, step)
         with as_it_was(record, models):
             again = InFloat32(record, models, optimizers)
-            trace = Trace(again.clock, None) if find_hidden(origins) else None
+            trace = Trace(Tape(again.clock), None) if find_hidden(origins) else None
             oversized = Oversized(again.clock)
             run_again(again, trace)
             survives = again.is_finite()
@@ -96,7 +97,7 @@ def run_again(run: Rerun, trace: Trace | None) -> None:
     with run.clock.undo:
         run.clock.follow_modules()
         if trace is not None:
-            Operations(run.clock, [trace]).follow()
+            Operations(trace.tape, [trace]).follow()
         run.run()
 
 
@@ -115,6 +116,6 @@ def of_unseen_loss(record: Record) -> list[Origin]:
     """Says that the loss broke, where its operations were not seen: what came back of it is bad."""
     for event in record.of(Backward):
         if not is_finite(event.value):
-            call = Call("", "loss", None, call_at(event.frames, user_line), str(event.value.dtype)[6:])
+            call = Op("", "loss", None, call_at(event.frames, user_line), str(event.value.dtype)[6:])
             return [Origin(call, "loss", examine(event.value), 0, has_reached=True)]
     return []

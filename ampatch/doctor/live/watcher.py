@@ -25,9 +25,8 @@ from ampatch.doctor.instruments.values import is_finite, node_of, random_of, ten
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.outcome import Check, Flag, Step, alive, outcomes_of
 from ampatch.doctor.live.patient import Patient
-from ampatch.doctor.live.record import Backward, Forward, Mode, Record, capture, hold_gradients
+from ampatch.doctor.live.record import Backward, Forward, Mode, Record, Recorder, capture, hold_gradients
 from ampatch.doctor.live.state import State, take
-from ampatch.doctor.live.tape import Tape
 from ampatch.levels.private import RUN_BACKWARD
 from ampatch.levels.stack import wrap_closure
 
@@ -55,7 +54,7 @@ class Watcher:
         self._models = [weakref.ref(model, self._forget) for model in models]
         self._optimizers = {id(one): weakref.ref(one) for one in optimizers}
         self._patient = patient
-        self._tape, self._check = Tape(), Check()
+        self._recorder, self._check = Recorder(), Check()
         self._record = Record()
         self._spare: dict[int, State] = {}  # of a step that was judged late
         self._is_over = False  # whether the next forward begins another step
@@ -92,14 +91,14 @@ class Watcher:
         self._record, self._spare, self._waiting = Record(), {}, []
 
     def _finish(self) -> None:
-        self._tape.stop()
+        self._recorder.stop()
         self._resolve(all_of_them=True)
         self._patient.finish(alive(self._models))
 
     # ---- Forwards ----
 
     def _enter(self, model: Module, args: tuple, kwargs: dict) -> None:
-        self._tape.stop()
+        self._recorder.stop()
         if self._is_busy or self._patient.is_replaying or not torch.is_grad_enabled():
             return
         self._running.append(model)
@@ -135,13 +134,13 @@ class Watcher:
             if (node := node_of(tensor)) is not None:
                 forward.nodes.append((slot, node._sequence_nr(), tensor.output_nr))
         self._record.events.append(forward)
-        if not self._tape.start(self._record, forward.mode.device):
+        if not self._recorder.start(self._record, forward.mode.device):
             self._record.slots.is_whole = False
 
     # ---- Backward passes ----
 
     def _around_backward(self, original: Callable[..., object], loss: Tensor, *args, **kwargs) -> object:
-        self._tape.stop()
+        self._recorder.stop()
         if self._is_busy or not self._record.events:
             return original(loss, *args, **kwargs)
         record = self._record
@@ -162,7 +161,9 @@ class Watcher:
 
     def _around_engine(self, original: Callable[..., object], roots: Sequence, *args, **kwargs) -> object:
         """Stands in for what runs each backward pass; of one that nobody saw begin the loss is not known."""
-        is_noted = self._is_busy or self._tape.runs  # torch.autograd.grad in a loss is one of its operations
+        is_noted = (
+            self._is_busy or self._recorder.runs
+        )  # torch.autograd.grad in a loss is one of its operations
         if not is_noted and hold_gradients(self._record, [it for it in roots if isinstance(it, Tensor)]):
             self._record.slots.is_whole = False
         return original(roots, *args, **kwargs)
@@ -170,7 +171,7 @@ class Watcher:
     # ---- Steps ----
 
     def _around_scaler(self, original, scaler: GradScaler, optimizer: Optimizer, *args, **kwargs) -> object:
-        self._tape.stop()
+        self._recorder.stop()
         if self._is_busy or not self._knows(optimizer) or not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
         number = self._steps[id(optimizer)]
@@ -196,7 +197,7 @@ class Watcher:
         return self._scale
 
     def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
-        self._tape.stop()
+        self._recorder.stop()
         if self._is_busy or not self._knows(optimizer):
             return None
         if self._frame is not None and any(frame is self._frame for frame in frames()):
@@ -211,7 +212,7 @@ class Watcher:
 
     def _look_after(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         result = closure()
-        self._tape.stop()
+        self._recorder.stop()
         self._look(optimizer)
         return result
 

@@ -310,7 +310,7 @@ COUNT_TARGETS = mend(
 CLAMP_COUNT = mend("clamp the count", "divide by count.clamp(min=1)", suffix=".clamp(min=1)")
 CLAMP_ROOT = mend("clamp what is under the root: x.clamp(min={eps})", suffix=CLAMP)
 CLAMP_BASE = mend("clamp the base: x.clamp(min={eps}) ** p", suffix=CLAMP)
-TAKE_0 = mend("or take 0 for it where there is nothing to divide by", suffix=".where({x} > 0, float('inf'))")
+TAKE_0 = mend("take 0 for it where there is nothing to divide by", suffix=".where({x} > 0, float('inf'))")
 CLAMP_LOG = mend(
     "clamp before the log, or take a loss on logits (binary_cross_entropy_with_logits, cross_entropy)",
     "clamp before the log: x.clamp(min={eps}).log(), or take a loss on logits "
@@ -358,14 +358,12 @@ BEGIN_ABOVE_0 = (
 MEND_DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
 CAST_SMALLER = "make the numbers smaller before they are cast: normalize the input, or divide it"
 DIVIDE_LOSS = "divide each loss by the number of micro-steps, before its backward"
-OR_FINFO = "or torch.finfo(x.dtype).min, where nothing is added to it"
-OR_MASK = "or mask with -1e4 in the place of -inf"
+FINFO = "torch.finfo(x.dtype).min, where nothing is added to it"
+MASK = "mask with -1e4 in the place of -inf"
 FILL = "fill in the place of the product: x.masked_fill(mask, -1e4), or torch.where"
-OR_ONE = "or leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"
-OR_MAXIMUM = "or subtract the maximum, as softmax and logsumexp do"
-OR_SHORTER = (
-    "or leave out samples whose target, with a blank between equal neighbours, is longer than the input"
-)
+ONE = "leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"
+MAXIMUM = "subtract the maximum, as softmax and logsumexp do"
+SHORTER = "leave out samples whose target, with a blank between equal neighbours, is longer than the input"
 LOOK = "no rule fits: look at what this line takes, at the step and the sample that are named"
 PRECISION: tuple[Remedy, ...] = (keep, paste, take_bfloat16)
 SMALLER: tuple[Remedy, ...] = (begin_smaller, lower_rate)

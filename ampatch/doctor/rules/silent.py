@@ -116,6 +116,15 @@ RULES = (
     ),
     silent(
         "lost_updates",
+        "gradients of many backward passes are added up in {dtype}, which is too coarse for it: of the last "
+        "ones {share:.0%} change nothing.",
+        do.leave_own_half,
+        "add them up in float32: after each backward pass master.grad += p.grad.float() and p.grad = None; "
+        "opt_level O2 and O5 add them up so",
+        of=(is_of("accumulate_grad"),),
+    ),
+    silent(
+        "lost_updates",
         "{op} adds to {dtype} what it is too coarse for: {share:.0%} of the numbers stay as they were.",
         "keep in float32 what it adds to, and what it adds: copy.deepcopy(model).float() for an average "
         "of weights, p.float() there, and inputs of float32 where that average is used",
@@ -170,14 +179,14 @@ RULES = (
         "scaled_not_backpropagated",
         "a block of scale_loss ends without a backward pass of what it yields.",
         "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
-        "or remove the block",
+        "remove the block",
         of=(is_of("scale_loss"),),
     ),
     silent(
         "scaled_not_backpropagated",
         "a loss is scaled here, and no backward pass came of what {op} returned.",
         "call backward() on the scaled loss: scaler.scale(loss).backward()",
-        "or remove the line",
+        "remove the line",
     ),
     silent(
         "unscaled_backward",
@@ -185,7 +194,7 @@ RULES = (
         "they are lost beside the others, and small ones become zero.",
         "scale every loss of a step: scaler.scale(loss).backward(), or with ampatch scaled_loss.backward() "
         "in the block of scale_loss",
-        "or add the losses first, and scale the sum",
+        "add the losses first, and scale the sum",
     ),
     silent(
         "late_backward",

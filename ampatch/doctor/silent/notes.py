@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
-from ampatch.doctor.finding import Finding
+from ampatch.doctor.finding import Finding, merge_steps
 from ampatch.doctor.instruments.clock import Clock
-from ampatch.doctor.instruments.dispatch import Site
+from ampatch.doctor.instruments.places import Place
+from ampatch.doctor.instruments.tape import Op
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.table import explain
 from ampatch.doctor.suspects import is_flat
@@ -32,47 +33,29 @@ WARNED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Suspicion:
-    """What is a fault if what follows makes it one."""
-
-    kind: str
-    site: Site
-    numbers: dict[str, object] = field(default_factory=dict)
-    more: dict[str, object] = field(default_factory=dict)  # fields of the finding
-
-
 class Notes:
-    """What was found in one run: each fault once, with the attempts at which it was seen."""
+    """What was found in one run: each fault once an attempt, which is its step as yet."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._found: dict[tuple[object, ...], tuple[Finding, list[int]]] = {}
+        self.found: dict[tuple[object, ...], Finding] = {}
 
-    def add(
-        self,
-        kind: str,
-        site: Site,
-        attempt: int | None = None,
-        more: Mapping[str, object] = MappingProxyType({}),
-        **facts: object,
-    ) -> None:
-        """Notes a fault, at the present attempt unless another is given; `more` are fields of the finding."""
-        attempt = self._clock.attempt if attempt is None else attempt
-        phase, where, op, place = site
-        model, module = (None, "") if place is None else (place.model, place.module)
-        fault = Finding(kind, attempt, phase, model, module, op, where, facts=facts, **more)
-        attempts = self._found.setdefault(fault.identity, (fault, []))[1]
-        if attempt not in attempts:
-            attempts.append(attempt)
+    def finding(
+        self, kind: str, record: Op, more: Mapping[str, object] = MappingProxyType({}), **facts: object
+    ) -> Finding:
+        """Returns a fault of an operation at the present attempt; `more` are fields of the finding."""
+        place = record.place or Place(None, "", 0)
+        site = record.phase, place.model, place.module, record.op, record.where
+        return Finding(kind, self._clock.attempt, *site, facts=facts, **more)
 
-    def confirm(self, suspicion: Suspicion, **facts: object) -> None:
-        """Notes what is a fault by now."""
-        self.add(suspicion.kind, suspicion.site, None, suspicion.more, **suspicion.numbers, **facts)
+    def put(self, fault: Finding) -> None:
+        """Notes a fault."""
+        self.found.setdefault((fault.identity, fault.step), fault)
 
-    def found(self) -> tuple[Finding, ...]:
-        """Returns the faults; their steps are attempts as yet."""
-        return tuple(replace(fault, steps=tuple(attempts)) for fault, attempts in self._found.values())
+    def add(self, kind: str, record: Op, attempt: int | None = None, **facts: object) -> None:
+        """Notes a fault, at the present attempt unless another is given."""
+        fault = self.finding(kind, record, **facts)
+        self.put(fault if attempt is None else replace(fault, step=attempt))
 
 
 def examine_silent(
@@ -88,7 +71,10 @@ def examine_silent(
     float32.
     """
     loud = {finding.where for finding in findings}
-    merged = merge_faults(found, attempts)
+    at_steps = [
+        replace(it, step=attempts[it.step].step) if it.step in range(len(attempts)) else it for it in found
+    ]
+    merged = merge_steps(sorted(at_steps, key=lambda it: -1 if it.step is None else it.step))
     kinds = {fault.kind for fault in merged}
     faults = [
         fault
@@ -102,17 +88,7 @@ def examine_silent(
 
 
 def is_doubtful(fault: Finding) -> bool:
-    """Says whether it may do no harm: weights that stay for a while, probabilities that are sure."""
-    is_part = fault.kind == "lost_updates" and fault.facts["share"] <= STUCK
-    return is_part or fault.kind == "saturated"
-
-
-def merge_faults(found: Sequence[Finding], attempts: Sequence[Attempt]) -> list[Finding]:
-    """Returns what several runs found, the same once, at the steps of their attempts."""
-    merged: dict[tuple[object, ...], Finding] = {}
-    for one in found:
-        before = merged[one.identity].steps if one.identity in merged else ()
-        steps = (attempts[it].step if it < len(attempts) else it for it in one.steps)
-        all_steps = tuple(sorted({*before, *steps}))
-        merged[one.identity] = replace(one, step=min(all_steps, default=None), steps=all_steps)
-    return sorted(merged.values(), key=lambda it: -1 if it.step is None else it.step)
+    """Says whether it may do no harm: weights that stay for a while, gradients of 0, probabilities."""
+    if fault.kind == "lost_updates":
+        return fault.facts["share"] <= STUCK or fault.op == "accumulate_grad"
+    return fault.kind == "saturated"

@@ -22,6 +22,7 @@ import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import nodes_of
 from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, parameters_of, user_line
+from ampatch.doctor.instruments.tape import Op
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.notes import WARNED, Notes
 
@@ -284,7 +285,7 @@ class Scaled(Instrument, amp.Observer):
         return found
 
     def _tell(self, kind: str, op: str, where: str | None, phase: str = "optimizer", **numbers) -> None:
-        self._notes.add(kind, (phase, where, op, None), **numbers)
+        self._notes.add(kind, Op(op, phase, None, where), **numbers)
 
     def _tell_unused(self, losses: Iterable[ScaledLoss]) -> None:
         for loss in losses:

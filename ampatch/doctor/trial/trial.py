@@ -71,7 +71,7 @@ class Trial:
         if self.outcome(order[0]).rank != Rank.TRAINS and (last := self._last(finding)):
             order.insert(order[0] not in self.tried, last)
         tried = tuple(self.outcome(it).tried for it in order)
-        return replace(finding, remedies=(order[0].alone(), *order[1:]), tried=tried)
+        return replace(finding, remedies=tuple(order), tried=tried)
 
     def outcome(self, fix: Fix) -> Outcome:
         """Returns what came of a fix."""
@@ -145,10 +145,10 @@ class Trial:
     def _judge(self, seen: Seen) -> Outcome:
         """Says whether a run trains."""
         attempts = seen.attempts[: self.wanted]
-        if len(attempts) < self.wanted:
-            return Outcome(Tried(Rank.BREAKS, f"it ends after {len(attempts)} steps"), seen)
         if (first := find_break(attempts, self.seen.attempts[: self.fault])) is not None:
             return Outcome(Tried(Rank.BREAKS, f"it breaks again, at step {attempts[first].step}"), seen)
+        if len(attempts) < self.wanted:
+            return Outcome(Tried(Rank.BREAKS, f"it ends after {len(attempts)} steps"), seen)
         fall, best = self.fall_of(seen), self.fall_of(self.again)
         there = "" if math.isnan(best) else f", in float32 it {said_of_fall(best)}"
         need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)

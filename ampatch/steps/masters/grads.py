@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import ref
 
 import torch
-from torch import Tensor
 
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.levels.private import TAKES_ANY_GRAD
+from ampatch.levels.private import TAKES_ANY_GRAD, set_grad
 from ampatch.steps.grads.plain import add_grads, cast_grads
 from ampatch.steps.masters.weight import Weight
 
@@ -22,17 +20,18 @@ class MasterGrads:
     """Has each half weight of one optimizer and its master hold one gradient, as a float32 weight does.
 
     A backward leaves half gradients; `share` casts them, and gives both sides the same tensor. Whoever reads
-    or writes it from then on, on either side, reads or writes the gradient; whoever replaces or clears it on
-    one side has `share` do so on the other.
+    or writes it from then on, on either side, reads or writes the gradient; who assigns one on either side
+    while a session is open assigns it on both (`Weight.assign_grad`).
     """
 
     def __init__(self, pairs: list[Weight]) -> None:
         self.pairs = pairs
 
-    def share(self, *, keeps_graphs: bool = False) -> None:
+    def share(self, *, keeps_graphs: bool = False, adds: bool = False) -> None:
         """Has both sides hold the gradient that counts; no host sync.
 
-        With `keeps_graphs` half gradients that have a graph (`create_graph=True`) stay as they are.
+        With `keeps_graphs` half gradients that have a graph (`create_graph=True`) stay as they are; with
+        `adds`, after a backward, what that gave the master counts beside what it gave the half side.
         """
         changed = []
         with torch._C.DisableTorchFunction():  # a mode, as of a default device, would see each attribute
@@ -40,26 +39,29 @@ class MasterGrads:
                 if pair.half.grad is not pair.master.grad and (TAKES_ANY_GRAD or not pair.holds_grad()):
                     changed.append(pair)
         if changed:  # modes see the casts, as the doctor's, which follows bad numbers
-            _settle(changed, keeps_graphs)
-
-    def take_away(self) -> None:
-        """Takes the gradients away from both sides, for somebody who keeps them."""
-        for pair in self.pairs:
-            pair.half.grad = pair.master.grad = pair.grad = pair.half_grad = None
+            _settle(changed, keeps_graphs, adds)
 
     def clear(self) -> None:
-        """Clears the half sides, of which the masters' were cleared."""
+        """Clears both sides."""
         for pair in self.pairs:
-            pair.half.grad = pair.grad = pair.half_grad = None
+            set_grad(pair.half, None)
+            set_grad(pair.master, None)
+
+    def leave(self, *_: object) -> None:
+        """Leaves the gradients to the half sides alone, where nobody sees one cleared; a hook of a step."""
+        for pair in self.pairs:
+            pair.master.grad = None
 
 
 @torch.no_grad()
-def _settle(changed: Sequence[Weight], keeps_graphs: bool) -> None:
+def _settle(changed: Sequence[Weight], keeps_graphs: bool, adds: bool) -> None:
     new = []
     for pair in changed:
         grad = pair.half.grad
         if grad is None or grad.dtype not in HALF_TYPES:
-            pair.hold_grad(_find_changed_side(pair))
+            pair.hold_grad(pair.find_grad())
+        elif pair.master.grad is not None and not adds:  # which a reducer has copied into its bucket
+            pair.hold_grad(pair.master.grad)
         elif not (keeps_graphs and grad.requires_grad):
             new.append(pair)
     for part in _split(new):
@@ -68,23 +70,13 @@ def _settle(changed: Sequence[Weight], keeps_graphs: bool) -> None:
             halves.append(pair.half.grad)
             masters.append(pair.master)
         for pair, cast in zip(part, cast_grads(halves, masters), strict=True):
-            earlier = pair.master.grad
-            if earlier is not None and earlier is not pair.find_grad():
-                cast = add_grads(earlier, cast)  # of who had put it there before the backward
+            if pair.master.grad is not None:
+                cast = add_grads(pair.master.grad, cast)
             if TAKES_ANY_GRAD and pair.half.grad_dtype is None:  # `Weight.hold_grad`, written out
-                pair.half.grad = pair.master.grad = cast
-                pair.grad = pair.half_grad = ref(cast)
+                set_grad(pair.half, cast)
+                set_grad(pair.master, cast)
             else:
                 pair.hold_grad(cast)
-
-
-def _find_changed_side(pair: Weight) -> Tensor | None:
-    """Returns the gradient of the side that holds another one than both did before, or none any more."""
-    half, master, before = pair.half.grad, pair.master.grad, pair.find_grad()
-    if half is not None and pair.half_grad is not None and half is pair.half_grad():
-        return half if pair.shows_other_grad(half) else master
-    is_half_side = master is before and (half is not None or before is not None)
-    return half if is_half_side else master
 
 
 def _split(pairs: Sequence[Weight]) -> list[Sequence[Weight]]:

@@ -48,10 +48,27 @@ class MasterParams:
         """Whether a parameter is one of the masters."""
         return id(param) in self.by_master
 
-    def select_others(self, params: list[Tensor]) -> list[Tensor]:
-        """Leaves out the masters."""
+    def stepped_params(self) -> list[Tensor]:
+        """The parameters that hold the gradients in float32, each once: masters, and those that need none."""
         known = self.by_master
-        return [param for param in params if id(param) not in known] if known else params
+        params = {  # torch takes one twice in a group
+            id(param): param
+            for group in self.optimizers[0].param_groups
+            for param in group["params"]
+            if id(param) not in known
+        }
+        stepped = list(params.values())
+        for pair in self.pairs:
+            stepped.append(pair.master)
+        return stepped
+
+    def own_params(self) -> list[Tensor]:
+        """The parameters that are no masters, and so hold their gradients themselves."""
+        return [param for param in self.stepped_params() if not self.owns(param)]
+
+    def model_params(self) -> list[Tensor]:
+        """The parameters that backward gives gradients to."""
+        return [*self.own_params(), *(pair.half for pair in self.pairs)]
 
     def add(self, pair: Weight, master: Parameter | None = None) -> None:
         """Makes a master of a weight's float32 values, or takes one that is in the param groups already."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from weakref import ref
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.levels.private import TAKES_ANY_GRAD, allow_any_grad, give_float32_grad, is_expanded
+from ampatch.levels.private import TAKES_ANY_GRAD, allow_any_grad, give_float32_grad, is_expanded, set_grad
 from ampatch.levels.stack import StepLock
 from ampatch.steps.masters.tensors import (
     is_alone,
@@ -36,8 +33,7 @@ class Weight:
 
     __slots__ = (
         *("half", "is_wrapper", "kept", "master", "pointer", "precise", "seen", "shown", "touched"),
-        *("__weakref__", "lock", "version", "written"),
-        *("grad", "grad_pointer", "half_grad"),
+        *("__weakref__", "grad_pointer", "lock", "version", "written"),
     )
 
     def __init__(self, half: Tensor, precise: Tensor | None = None, touched: set[int] | None = None) -> None:
@@ -49,11 +45,7 @@ class Weight:
         self.lock = StepLock()
         self.shown: Tensor | None = None  # what a state_dict shows, if forwards are to look for edits of it,
         self.seen = 0  # and its version then
-        # The gradient that master and half tensor were given to hold, if anybody holds it still, and by what
-        # the half tensor shows it.
-        self.grad: ref[Tensor] | None = None
-        self.half_grad: ref[Tensor] | None = None
-        self.grad_pointer = 0  # of both, where these are two tensors
+        self.grad_pointer = 0  # of the gradient of both, where each has a tensor of its own to show it
         self.is_wrapper = is_wrapper(half)
         self.mark_synced()
 
@@ -264,42 +256,54 @@ class Weight:
 
     # The gradient, which master and half tensor hold together
 
-    def find_grad(self) -> Tensor | None:
-        """The gradient that both were given last, if anybody holds it still."""
-        return None if self.grad is None else self.grad()
-
     def hold_grad(self, grad: Tensor | None) -> None:
         """Has both sides hold a gradient, or none."""
         half = self.half
-        self.master.grad = grad  # type: ignore[union-attr]
+        set_grad(self.master, grad)
         if grad is None or TAKES_ANY_GRAD:
             try:
-                half.grad = grad
+                set_grad(half, grad)
             except RuntimeError:  # it was swapped for another parameter since
                 allow_any_grad(half)
-                half.grad = grad
+                set_grad(half, grad)
         elif self.is_wrapper:  # of which `.data` is not what it wraps
-            half.grad = None
+            set_grad(half, None)
         else:
-            give_float32_grad(half, functools.partial(setattr, half, "grad"), grad)
+            give_float32_grad(half, grad)
             self.grad_pointer = _pointer_of(grad)
-        self.grad = None if grad is None else ref(grad)
-        self.half_grad = None if half.grad is None else ref(half.grad)
+
+    def has_side(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the half one or its master, where there is one."""
+        return self.master is not None and (tensor is self.half or tensor is self.master)
+
+    def assign_grad(self, side: Tensor, grad: Tensor | None) -> None:
+        """Has both sides hold what is assigned to one; raises as an assignment to a float32 parameter.
+
+        A half gradient may be written by who made it: the half tensor alone holds it until it is cast.
+        """
+        if grad is None:
+            self.hold_grad(None)
+        elif side is self.half and isinstance(grad, Tensor) and grad.dtype is side.dtype:
+            set_grad(side, grad)
+            set_grad(self.master, None)
+        else:
+            self.hold_grad(grad)
 
     def holds_grad(self) -> bool:
-        """Whether both sides are as `hold_grad` left them, where the half side has a tensor of its own."""
-        before = self.find_grad()
-        if before is None or before is not self.master.grad:  # type: ignore[union-attr]
-            return False
-        shown = self.half.grad
-        if shown is None or self.half_grad is None or shown is not self.half_grad():
-            return shown is None and self.half_grad is None
-        return _pointer_of(shown) == _pointer_of(before) == self.grad_pointer
+        """Whether both sides hold one gradient, where each has a tensor of its own to show it."""
+        grad, shown = self.master.grad, self.half.grad  # type: ignore[union-attr]
+        if grad is None or shown is None:
+            return grad is shown or (shown is None and self.is_wrapper)
+        return _pointer_of(shown) == _pointer_of(grad) == self.grad_pointer
 
-    def shows_other_grad(self, shown: Tensor) -> bool:
-        """Whether the tensor by which the half side shows the gradient was given other data."""
-        return not TAKES_ANY_GRAD and _pointer_of(shown) != self.grad_pointer
+    def find_grad(self) -> Tensor | None:
+        """The gradient that counts: what a backward has made is at the half tensor."""
+        grad, own = self.half.grad, self.master.grad  # type: ignore[union-attr]
+        if grad is None or TAKES_ANY_GRAD or own is None:
+            return own if grad is None else grad
+        return own if _pointer_of(grad) == self.grad_pointer else grad
 
 
 def _pointer_of(grad: Tensor) -> int:
-    return grad.data_ptr() if grad.layout is torch.strided else 0
+    values = grad._values() if grad.is_sparse else grad
+    return values.data_ptr() if values.layout is torch.strided else 0

@@ -83,7 +83,7 @@ class AlarmWatch(SessionListener):
             followed.forwards.append((weakref.ref(model), weakref.ref(forward)))
             params = set(model.parameters())
             for amp in opening.amps:
-                if not params.isdisjoint(amp.model_params()):
+                if not params.isdisjoint(amp.masters.model_params()):
                     self._seen[id(amp)].forwards.append(weakref.ref(forward))
 
     # A step
@@ -248,7 +248,7 @@ def _combine(step: int, outcomes: Sequence[BackwardOutcome]) -> ScaleUpdate:
 
 def _look_closer(amp: AmpOptimizer, update: ScaleUpdate) -> Underflow | None:
     """Counts the gradients of a step that are lost at its scale; some host syncs."""
-    grads = [param.grad for param in amp.stepped_params() if param.grad is not None]
+    grads = [param.grad for param in amp.masters.stepped_params() if param.grad is not None]
     return count_underflow([(grad, update.scale) for grad in grads])
 
 

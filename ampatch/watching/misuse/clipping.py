@@ -13,7 +13,6 @@ from torch.nn.utils import clip_grad
 from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.backwards import ScaledBackwards
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.watching.misuse.loss_scale import all_params
 from ampatch.watching.misuse.warner import Warner
 
 # Nobody means a limit below this, once the scale is taken off: it was given as if gradients were unscaled.
@@ -82,4 +81,4 @@ class ClipWatch(SessionPatch):
 
 
 def _ids_of_grads(optimizers: Iterable[AmpOptimizer]) -> set[int]:
-    return {id(param.grad) for optimizer in optimizers for param in all_params(optimizer)}
+    return {id(param.grad) for optimizer in optimizers for param in optimizer.masters.stepped_params()}

@@ -128,7 +128,9 @@ def check_halved(warner: Warner, halved: dict[int, Line], amp: AmpOptimizer) -> 
 
     `halved` are tensors that did, by id, with the lines.
     """
-    changed = [param for param in amp.own_params() if id(param) in halved and param.dtype in HALF_TYPES]
+    changed = [
+        param for param in amp.masters.own_params() if id(param) in halved and param.dtype in HALF_TYPES
+    ]
     own = [param for param in changed if amp.masters.get(param) is None and param.grad is not None]
     if own:
         warner.warn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,6 @@ LATE = (
 )
 
 Lines = dict[int, Line]  # of optimizers, by id
-SeenGrad = tuple[Lines, int, Line, Tensor, Tensor | None, int]  # where to note it, if the gradient is another
 
 
 class ScaleWatch:
@@ -79,15 +78,17 @@ class ScaleWatch:
         """Notes what shows whose gradients a backward makes that is not scaled."""
         if not backward.is_whole:
             return
-        if not backward.blocks:
-            backward.notes += _read_grads(self._list_dynamic(), self._outside)
+        line = find_line()
+        for optimizer in () if backward.blocks else self._list_dynamic():
+            backward.notes.append((self._outside, id(optimizer), line, _see(optimizer)))
         for block in backward.blocks:
-            backward.notes += _read_grads(block.optimizers, self._blocks[id(block)])
+            for optimizer in block.optimizers:
+                backward.notes.append((self._blocks[id(block)], id(optimizer), line, _see(optimizer)))
 
     def look_after(self, backward: PlainBackward) -> None:
         """Notes those that it gave gradients to."""
-        for found, key, line, param, grad, version in backward.notes:
-            if param.grad is not grad or (grad is not None and grad._version != version):
+        for found, key, line, seen in backward.notes:
+            if seen.list_changed():
                 found[key] = line
 
     def warn_of_late(self) -> None:
@@ -112,7 +113,7 @@ class ScaleWatch:
         if had_block:
             self._had_block.discard(key)
         inside, outside = self._inside.pop(key, None), self._outside.pop(key, None)
-        if not (inside or outside) or all(param.grad is None for param in all_params(optimizer)):
+        if not (inside or outside) or all(param.grad is None for param in optimizer.masters.stepped_params()):
             return
         if inside:
             self._warner.warn("inside", INSIDE, inside)
@@ -123,7 +124,7 @@ class ScaleWatch:
         """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""
         asked = [scaler.was_asked() for scaler in self._list_scalers()]  # all of them: it resets them
         return any(asked) or not any(
-            param.grad.detach().any() for param in amp.model_params() if param.grad is not None
+            param.grad.detach().any() for param in amp.masters.stepped_params() if param.grad is not None
         )
 
 
@@ -136,22 +137,22 @@ def _is_called_by_grad_scaler() -> bool:
     return frame is not None and frame.f_locals["self"].is_enabled()
 
 
-def all_params(optimizer: AmpOptimizer) -> Iterator[Tensor]:
-    """The parameters that an optimizer steps, and those that its masters stand for."""
-    yield from optimizer.params()
-    for pair in optimizer.masters:
-        yield pair.half
+class SeenGrads:
+    """Gradients as they were, to see which are made or written."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._seen = [(param, grad := param.grad, -1 if grad is None else grad._version) for param in params]
+
+    def list_changed(self) -> list[Tensor]:
+        """The parameters that have got other gradients, or another value in one."""
+        return [
+            param
+            for param, grad, version in self._seen
+            if param.grad is not grad or (grad is not None and grad._version != version)
+        ]
 
 
-def _read_grads(optimizers: Sequence[AmpOptimizer], found: Lines) -> list[SeenGrad]:
-    """The gradients of the first and the last parameter of each optimizer; all would take too long."""
-    seen, line = [], find_line()
-    for optimizer in optimizers:
-        groups = [group["params"] for group in optimizer.optimizer.param_groups if group["params"]]
-        pairs = optimizer.masters.pairs
-        params = [groups[0][0], groups[-1][-1]] if groups else []
-        params += [pairs[0].half, pairs[-1].half] if pairs else []
-        for param in params:
-            version = getattr(param.grad, "_version", -1)
-            seen.append((found, id(optimizer), line, param, param.grad, version))
-    return seen
+def _see(optimizer: AmpOptimizer) -> SeenGrads:
+    """Sees the gradients of the first and the last parameter; all would take too long."""
+    groups = [group["params"] for group in optimizer.optimizer.param_groups if group["params"]]
+    return SeenGrads([groups[0][0], groups[-1][-1]] if groups else [])

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampatch.watching.misuse.half_weights import HalfWatch
+from ampatch.watching.misuse.loss_scale import SeenGrads
 from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
@@ -36,25 +37,18 @@ class Stranger:
     """An optimizer that initialize never saw, and the gradients that blocks have left it, scaled."""
 
     find: ref[Optimizer]
-    before: list[tuple[Tensor, Tensor | None, int]] = field(default_factory=list)  # a block that is open
+    before: SeenGrads | None = None  # a block that is open
     scaled: list[tuple[Tensor, ref[Tensor]]] = field(default_factory=list)
 
     def begin_block(self, known: set[int]) -> None:
         """Notes what is there, but for parameters that are `known` to the session, by id."""
         params = [param for group in self.find().param_groups for param in group["params"]]  # type: ignore[union-attr]
-        self.before = [
-            (param, param.grad, -1 if param.grad is None else param.grad._version)
-            for param in params
-            if id(param) not in known
-        ]
+        self.before = SeenGrads(param for param in params if id(param) not in known)
 
     def end_block(self) -> None:
         """Notes what the block has changed; keeps none of it alive."""
-        before, self.before = self.before, []
-        for param, grad, version in before:
-            made = param.grad
-            if made is not None and (made is not grad or made._version != version):
-                self.scaled.append((param, ref(made)))
+        changed, self.before = self.before.list_changed() if self.before else [], None
+        self.scaled += [(param, ref(param.grad)) for param in changed if param.grad is not None]
 
     def steps_scaled(self) -> bool:
         """Whether any such gradient is still there, and is not zero; one host sync where one is there."""
@@ -94,7 +88,7 @@ class StrangerWatch:
     def begin_block(self, block: ScaledLoss) -> None:
         """Notes the gradients of strangers before a block that scales."""
         amps = self._members.optimizers() if block.scale.capture is None else ()
-        known = {id(param) for amp in amps for param in (*amp.params(), *amp.model_params())}
+        known = {id(param) for amp in amps for param in (*amp.params(), *amp.masters.model_params())}
         for stranger in self._list() if amps else ():
             stranger.begin_block(known)
 

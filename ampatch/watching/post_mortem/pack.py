@@ -53,10 +53,7 @@ def pack_history(history: ScaleHistory) -> dict[str, object]:
 
 
 def pack_model(model: Module, forward: LastForward) -> dict[str, object]:
-    """Returns the ranges of a model's weights and gradients, and what its last forward was given.
-
-    Gradients are those of the model: in half models still multiplied by the loss scale.
-    """
+    """Returns the ranges of a model's weights and gradients, and what its last forward was given."""
     named = list(model.named_parameters())
     grads = [(name, param.grad) for name, param in named if param.grad is not None]
     return {
@@ -95,9 +92,7 @@ def cut(tensor: Tensor, most: int) -> Tensor | None:
         if not count:
             return None
         values = values[:count]
-    return values.cpu().clone(
-        memory_format=torch.contiguous_format
-    )  # of its own memory: all of a view's is saved
+    return values.cpu().clone(memory_format=torch.contiguous_format)  # or all of a view's memory is saved
 
 
 def _name_leaves(name: str, value: object) -> Iterator[tuple[str, object]]:

@@ -19,45 +19,32 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 ArgSpec = namedtuple("ArgSpec", "args varargs keywords defaults")
 
 
-def getargspec(function: Callable) -> ArgSpec:
-    """Does what `inspect.getargspec` did up to Python 3.10."""
-    return ArgSpec(*inspect.getfullargspec(function)[:4])
+# The rows that name these say until which version each was there.
+getargspec = lambda function: ArgSpec(*inspect.getfullargspec(function)[:4])
+escape = lambda s, quote=None: html.escape(s, bool(quote)).replace("&#x27;", "'")
+
+# ---- NumPy, and methods of its arrays ----
+
+NINF, PZERO, NZERO = -np.inf, 0.0, -0.0
+in1d = lambda first, *args, **kwargs: np.isin(np.ravel(first), *args, **kwargs)  # of one dimension
+msort = lambda a: np.sort(a, axis=0)
+asfarray = lambda a, dtype=float: np.asarray(a, dtype if np.issubdtype(dtype, np.inexact) else float)
+find_common_type = lambda array_types, scalar_types: np.result_type(*array_types, *scalar_types)
+obj2sctype = lambda rep, default=None: np.dtype(rep).type
+asscalar = lambda array: array.item()
+ptp = lambda array, *args, **kwargs: np.ptp(np.asarray(array), *args, **kwargs)
+newbyteorder = lambda array, new_order="S": array.view(array.dtype.newbyteorder(new_order))
+tostring = lambda array, order="C": array.tobytes(order)
 
 
-def in1d(first: object, second: object, *args: object, **kwargs: object) -> np.ndarray:
-    """Does what `numpy.in1d` did up to NumPy 2.3: the answer has one dimension."""
-    return np.isin(np.ravel(first), second, *args, **kwargs)
-
-
-def msort(a: object) -> np.ndarray:
-    """Does what `numpy.msort` did up to NumPy 1.26."""
-    return np.sort(a, axis=0)
-
-
-def asfarray(a: object, dtype: object = float) -> np.ndarray:
-    """Does what `numpy.asfarray` did up to NumPy 1.26."""
-    return np.asarray(a, dtype if np.issubdtype(dtype, np.inexact) else float)
-
-
-def find_common_type(array_types: list, scalar_types: list) -> np.dtype:
-    """Does what `numpy.find_common_type` did up to NumPy 1.26, for types of one kind."""
-    return np.result_type(*array_types, *scalar_types)
-
-
-class Cast:
+class TypeCasts:
     """What `numpy.cast` was up to NumPy 1.26: functions that cast, by type."""
 
     def __getitem__(self, dtype: object) -> Callable[[object], np.ndarray]:
         return functools.partial(np.asarray, dtype=dtype)
 
 
-cast = Cast()
-NINF, PZERO, NZERO = -np.inf, 0.0, -0.0
-
-
-def ptp(array: np.ndarray, *args: object, **kwargs: object) -> object:
-    """Does what the method `ptp` did up to NumPy 1.26."""
-    return np.ptp(np.asarray(array), *args, **kwargs)
+cast = TypeCasts()
 
 
 def itemset(array: np.ndarray, *args: object) -> None:
@@ -69,19 +56,10 @@ def itemset(array: np.ndarray, *args: object) -> None:
         array.flat[index[0] if index else 0] = value
 
 
-def newbyteorder(array: np.ndarray, new_order: str = "S") -> np.ndarray:
-    """Does what the method `newbyteorder` did up to NumPy 1.26."""
-    return array.view(array.dtype.newbyteorder(new_order))
+# ---- Other packages ----
 
-
-def tostring(array: np.ndarray, order: str = "C") -> bytes:
-    """Does what the method `tostring` did up to NumPy 2.2."""
-    return array.tobytes(order)
-
-
-def getsize(font: object, text: str, *args: object, **kwargs: object) -> tuple[int, int]:
-    """Does what the method `getsize` of fonts did up to Pillow 9."""
-    return font.getbbox(text, *args, **kwargs)[2:]
+getsize = lambda font, text, *args, **kwargs: font.getbbox(text, *args, **kwargs)[2:]
+tostring_rgb = lambda canvas: np.asarray(canvas.buffer_rgba())[..., :3].tobytes()
 
 
 def textsize(
@@ -89,11 +67,6 @@ def textsize(
 ) -> tuple[int, int]:
     """Does what the method `textsize` of drawings did up to Pillow 9."""
     return tuple(map(int, draw.textbbox((0, 0), text, font, None, *args, **kwargs)[2:]))
-
-
-def tostring_rgb(canvas: object) -> bytes:
-    """Does what the method `tostring_rgb` of a figure's canvas did up to matplotlib 3.9."""
-    return np.asarray(canvas.buffer_rgba())[..., :3].tobytes()
 
 
 def compare_ssim(
@@ -113,6 +86,8 @@ def linear_assignment(cost: np.ndarray) -> np.ndarray:
     return np.stack(linear_sum_assignment(cost), axis=1)
 
 
+# ---- Torch ----
+
 _use_shared_memory = False  # as whoever imported it had it
 numpy_type_map = MappingProxyType(
     {
@@ -130,24 +105,10 @@ class _DataLoaderIter(_BaseDataLoaderIter):
         return loader._get_iterator() if cls is _DataLoaderIter else super().__new__(cls)
 
 
-def asscalar(array: np.ndarray) -> object:
-    """Does what `numpy.asscalar` did up to NumPy 1.22."""
-    return array.item()
-
-
-def escape(s: str, quote: bool | None = None) -> str:
-    """Does what `cgi.escape` did up to Python 3.7: it leaves quotes alone unless it is told not to."""
-    return html.escape(s, bool(quote)).replace("&#x27;", "'")
-
-
-def qr(input: Tensor, some: bool = True) -> torch.return_types.linalg_qr:
-    """Does what `torch.qr` did up to torch 2.13."""
-    return torch.linalg.qr(input, "reduced" if some else "complete")
-
-
-def cholesky(input: Tensor, upper: bool = False) -> Tensor:
-    """Does what `torch.cholesky` did up to torch 2.13."""
-    return torch.linalg.cholesky(input, upper=upper)
+qr = lambda input, some=True: torch.linalg.qr(input, "reduced" if some else "complete")
+cholesky = lambda input, upper=False: torch.linalg.cholesky(input, upper=upper)
+# The solution of AX = input, and the LU of A.
+solve = lambda input, A: (torch.linalg.solve(A, input), torch.linalg.lu_factor(A).LU)
 
 
 def symeig(input: Tensor, eigenvectors: bool = False, upper: bool = True) -> torch.return_types.linalg_eigh:
@@ -158,13 +119,7 @@ def symeig(input: Tensor, eigenvectors: bool = False, upper: bool = True) -> tor
     return torch.return_types.linalg_eigh((torch.linalg.eigvalsh(input, UPLO=side), input.new_empty(0)))
 
 
-def solve(input: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """Does what `torch.solve` did up to torch 1.13: the solution of AX = input, and the LU of A."""
-    return torch.linalg.solve(A, input), torch.linalg.lu_factor(A).LU
-
-
 def _dims(signal_ndim: int, normalized: bool) -> dict[str, object]:
-    """Returns what today's transforms call these arguments."""
     return {"dim": tuple(range(-signal_ndim, 0)), "norm": "ortho" if normalized else "backward"}
 
 

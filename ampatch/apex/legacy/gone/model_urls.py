@@ -12,9 +12,9 @@ def __getattr__(name: str) -> dict[str, str]:
         raise AttributeError(name)
     models = importlib.import_module(f"torchvision.models.{name}")
     names = [each.removesuffix("_Weights") for each in vars(models) if each.endswith("_Weights")]
-    found = {name.lower(): getattr(models, f"{name}_Weights") for name in names}
+    by_name = {name.lower(): getattr(models, f"{name}_Weights") for name in names}
     return {
         OLD.get(key, key): weights.IMAGENET1K_V1.url
-        for key, weights in found.items()
+        for key, weights in by_name.items()
         if hasattr(weights, "IMAGENET1K_V1")
     }

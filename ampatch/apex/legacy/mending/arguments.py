@@ -9,16 +9,15 @@ from collections.abc import Callable, Set
 
 import numpy as np
 
-from ampatch.apex.legacy.finding import ROWS
+from ampatch.apex.legacy import pattern_rows as rows
 from ampatch.apex.legacy.mending.names import Notices, script_place
-from ampatch.apex.legacy.pattern_rows import COLORS, COPY, RAGGED
 from ampatch.apex.legacy.patterns import POSITIONAL, librosa_wants_names
 
 
 def init_silently(init: Callable, notices: Notices, /, self: object, *args: object, **kwargs: object) -> None:
     """Has a scheduler take `verbose`, and be silent."""
     if "verbose" in kwargs:
-        notices.tell(ROWS["lr_scheduler(verbose=)"])
+        notices.warn(rows.VERBOSE)
         del kwargs["verbose"]
     init(self, *args, **kwargs)
 
@@ -26,7 +25,7 @@ def init_silently(init: Callable, notices: Notices, /, self: object, *args: obje
 def init_sampler(init: Callable, notices: Notices, /, self: object, data_source: object = None) -> None:
     """Has a sampler take what it is to draw from, with which it never did anything."""
     if data_source is not None:
-        notices.tell(ROWS["Sampler.__init__(data)"])
+        notices.warn(rows.SAMPLER)
 
 
 def init_with_floats(
@@ -42,7 +41,7 @@ def init_with_floats(
 ) -> None:
     """Has Adam and AdamW take a 0 among their betas."""
     if any(isinstance(each, int) for each in betas):
-        notices.tell(ROWS["Adam(betas=(0, 0.9))"])
+        notices.warn(rows.BETAS)
         betas = tuple(map(float, betas))
     init(self, params, lr, betas, *args, **kwargs)
 
@@ -52,7 +51,7 @@ def sample_any(
 ) -> list:
     """Has `random.sample` draw from sets, in the order that they have."""
     if isinstance(population, Set):
-        notices.tell(ROWS["random.sample(set(...), k)"])
+        notices.warn(rows.SAMPLE)
         population = tuple(population)
     return sample(self, population, *args, **kw)
 
@@ -60,7 +59,7 @@ def sample_any(
 def load_yaml(load: Callable, notices: Notices, /, stream: object, Loader: object = None) -> object:
     """Has `yaml.load` and `load_all` take the loader that was theirs."""
     if Loader is None:
-        notices.tell(ROWS["yaml.load(file)"])
+        notices.warn(rows.YAML)
         Loader = sys.modules["yaml"].FullLoader
     return load(stream, Loader)
 
@@ -70,7 +69,7 @@ def take_positional(function: Callable, notices: Notices, /, *args: object, **kw
     count = POSITIONAL[function.__name__]
     if not args[count:] or not librosa_wants_names():
         return function(*args, **kwargs)
-    notices.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
+    notices.warn(rows.LIBROSA)
     names = [
         each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
     ]
@@ -83,7 +82,7 @@ def give_hex_colors(by_key: Callable, notices: Notices, /, self: object) -> dict
     values = by_key(self)
     colors = values.get("color", [])
     if script_place() is not None and any(isinstance(each, tuple) for each in colors):
-        notices.tell(ROWS[COLORS])
+        notices.warn(rows.COLORS)
         to_hex = sys.modules["matplotlib.colors"].to_hex
         values["color"] = [to_hex(each) if isinstance(each, tuple) else each for each in colors]
     return values
@@ -106,7 +105,7 @@ def read_bytes(
     """Has `numpy.fromstring` read bytes, too."""
     if sep:
         return fromstring(string, dtype, count, sep=sep, **like)
-    notices.tell(ROWS["numpy.fromstring(bytes)"])
+    notices.warn(rows.FROM_STRING)
     return np.frombuffer(string, dtype, count).copy()
 
 
@@ -117,10 +116,10 @@ def make_array(
     try:
         return make(object, dtype, **kwargs)
     except ValueError as error:
-        row = next((row for row in (ROWS[RAGGED], ROWS[COPY]) if row.error in str(error)), None)
-        if row is None or (dtype is not None and row is ROWS[RAGGED]):
+        row = next((row for row in (rows.RAGGED, rows.COPY) if row.error in str(error)), None)
+        if row is None or (dtype is not None and row is rows.RAGGED):
             raise
-    notices.tell(row)
-    if row is ROWS[COPY]:
+    notices.warn(row)
+    if row is rows.COPY:
         return make_array(make, notices, object, dtype, **{**kwargs, "copy": None})
     return make(object, builtins.object, **kwargs)

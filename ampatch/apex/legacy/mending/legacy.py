@@ -18,7 +18,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler
 
 from ampatch.apex.changes import Changes, wrap
-from ampatch.apex.legacy.finding import KEYWORD, ROWS
+from ampatch.apex.legacy import pattern_rows as rows
+from ampatch.apex.legacy.finding import KEYWORD
 from ampatch.apex.legacy.gone.functions import fft
 from ampatch.apex.legacy.mending.arguments import (
     give_hex_colors,
@@ -32,10 +33,9 @@ from ampatch.apex.legacy.mending.arguments import (
     take_positional,
 )
 from ampatch.apex.legacy.mending.loading import Loads
-from ampatch.apex.legacy.mending.names import Notices, Places, put_back_names, tell
+from ampatch.apex.legacy.mending.names import Notices, Places, put_back_names, warned
 from ampatch.apex.legacy.mending.ranks import parse_rank, put_rank_first
 from ampatch.apex.legacy.mending.tensors import LegacyMode, init_at_port, take_byte_mask
-from ampatch.apex.legacy.pattern_rows import ASYNC
 from ampatch.apex.legacy.patterns import LIBROSA
 from ampatch.levels.private import MASK_CHECKS
 
@@ -63,7 +63,7 @@ def compile_mended(
     if isinstance(mended, bytes):
         put_rank_first(notices, mended, os.fsdecode(path))
     if mended is not data:
-        notices.tell(ROWS[ASYNC], os.path.relpath(os.fsdecode(path)))
+        notices.warn(rows.ASYNC, os.path.relpath(os.fsdecode(path)))
     return source_to_code(self, mended, path, **options)
 
 
@@ -72,7 +72,7 @@ class OldTransforms(ModuleType):
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         """Transforms pairs of real and imaginary parts."""
-        self._notices.tell(ROWS["torch.fft(...)"])
+        self._notices.warn(rows.FFT)
         return fft(*args, **kwargs)
 
 
@@ -82,7 +82,7 @@ def equal_to_tensors(notices: Notices) -> Callable:
     def equals(cls: type, other: object) -> bool:
         if other is not Tensor:
             return cls is other
-        notices.tell(ROWS["type(x) == Variable"])
+        notices.warn(rows.VARIABLE)
         return True
 
     return equals
@@ -142,7 +142,7 @@ def legacy(unsafe_load: bool = False) -> Iterator[None]:
         changes.set_attribute(torch.fft, "_notices", notices)
         # Made with a generator of its own, since to make one draws a number.
         iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
-        next_of = wrap(iterator.__next__, tell, notices, ROWS["iterator.next()"])
+        next_of = wrap(iterator.__next__, warned, notices, rows.NEXT)
         changes.set_attribute(iterator, "next", next_of)
         changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(notices))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:

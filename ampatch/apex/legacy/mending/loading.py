@@ -11,12 +11,11 @@ from typing import IO
 import numpy as np
 
 from ampatch import AmpValueError
-from ampatch.apex.legacy.finding import ROWS
+from ampatch.apex.legacy import pattern_rows as rows
 from ampatch.apex.legacy.mending import unpickler
 from ampatch.apex.legacy.mending.names import Notices
 from ampatch.apex.legacy.mending.trusted import RefusedError
 from ampatch.apex.legacy.old import Old
-from ampatch.apex.legacy.pattern_rows import LOAD, NUMPY_LOAD
 from ampatch.levels.stack import asked
 
 
@@ -39,7 +38,7 @@ class Loads:
             return load(*args, **kwargs)
         except pickle.UnpicklingError as error:
             is_said = kwargs.get("weights_only") is not None or is_forced()
-            if is_said or kwargs.get("pickle_module") is not None or ROWS[LOAD].error not in str(error):
+            if is_said or kwargs.get("pickle_module") is not None or rows.LOAD.error not in str(error):
                 raise
 
         def load_again(**options: object) -> object:
@@ -47,7 +46,7 @@ class Loads:
                 file.seek(place)
             return load(*args, **{**kwargs, "weights_only": False, **options})
 
-        return self._load(ROWS[LOAD], file, lambda: load_again(pickle_module=unpickler), load_again)
+        return self._load(rows.LOAD, file, lambda: load_again(pickle_module=unpickler), load_again)
 
     def numpy_load(self, load: Callable, /, *args: object, **kwargs: object) -> object:
         """Does what `numpy.load` did up to NumPy 1.16.2, but for code in the file."""
@@ -58,7 +57,7 @@ class Loads:
         try:
             loaded = load(*args, **kwargs)
         except ValueError as error:
-            if ROWS[NUMPY_LOAD].error not in str(error):
+            if rows.NUMPY_LOAD.error not in str(error):
                 raise
         else:
             if type(loaded) is OldNpz.__base__:
@@ -76,7 +75,7 @@ class Loads:
                 file.seek(place)
             return load(*args, **kwargs, allow_pickle=True)
 
-        return self._load(ROWS[NUMPY_LOAD], file, load_data, load_all)
+        return self._load(rows.NUMPY_LOAD, file, load_data, load_all)
 
     def load_from_archive(self, archive: np.lib.npyio.NpzFile, key: str) -> np.ndarray:
         """Reads an array of objects in an archive."""
@@ -92,7 +91,7 @@ class Loads:
             finally:
                 archive.allow_pickle = False
 
-        return self._load(ROWS[NUMPY_LOAD], archive.zip.filename or key, load_data, load_all)
+        return self._load(rows.NUMPY_LOAD, archive.zip.filename or key, load_data, load_all)
 
     def _load(self, row: Old, file: object, load_data: Callable, load_all: Callable) -> object:
         function = row.name.partition("(")[0]
@@ -104,7 +103,7 @@ class Loads:
         except Exception as error:
             wanted = RefusedError([f"what raises {type(error).__name__} ({error})"])
         else:
-            self._notices.tell(row)
+            self._notices.warn(row)
             return loaded
         if not self._is_unsafe:
             raise UntrustedFileError(
@@ -116,7 +115,6 @@ class Loads:
 
 
 def is_forced() -> bool:
-    """Whether the environment has torch load weights alone."""
     return os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
 
 
@@ -143,6 +141,6 @@ class OldNpz(np.lib.npyio.NpzFile):
         try:
             return super().__getitem__(key)
         except ValueError as error:
-            if self.allow_pickle or ROWS[NUMPY_LOAD].error not in str(error):
+            if self.allow_pickle or rows.NUMPY_LOAD.error not in str(error):
                 raise
         return self.loads.load_from_archive(self, key)

@@ -31,13 +31,13 @@ Change = Callable[[object], None]  # of a module or class
 
 
 class Notices:
-    """Tells of each thing once: the first rank does, and the processes that it forks do not."""
+    """Warns of each thing once: the first rank does, and the processes that it forks do not."""
 
     def __init__(self) -> None:
         self._said: set[tuple[str, str | None]] = set()
         self._process = os.getpid() if os.environ.get("RANK", "0") == "0" else None
 
-    def tell(self, row: Old, place: str | None = None) -> None:
+    def warn(self, row: Old, place: str | None = None) -> None:
         """Logs a warning if the script, or a file, says this first; what libraries ask for is left out."""
         key = row.name, place
         if key in self._said or self._process != os.getpid():
@@ -114,8 +114,8 @@ class Places(MetaPathFinder):
 def find_owner(place: str) -> object:
     """Returns a module that is imported, or a class of one; None where there is none yet."""
     module, _, name = place.rpartition(".")
-    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
-    return sys.modules.get(place) or (found if isinstance(found, type) else None)
+    kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return sys.modules.get(place) or (kind if isinstance(kind, type) else None)
 
 
 def put_back_names(changes: Changes, places: Places, notices: Notices) -> None:
@@ -142,7 +142,7 @@ def put_back(changes: Changes, notices: Notices, rows: Mapping[str, Old], owner:
         return
     # torch has a `__getattr__` that warns who calls it, and Dynamo asks it for all names.
     for name, row in gone.items():
-        value = sys.modules.get(row.name) or wrap(pkgutil.resolve_name(row.new), tell, notices, row)
+        value = sys.modules.get(row.name) or wrap(pkgutil.resolve_name(row.new), warned, notices, row)
         changes.set_attribute(owner, name, value)
         for more in {torch: (torch.Tensor,), np.ndarray: (np.generic,)}.get(owner, ()):
             if more is np.generic or name in METHODS:
@@ -162,7 +162,7 @@ class OldNames:
         """Returns what an old name stands for."""
         if name in self._rows:
             row = self._rows[name]
-            self._notices.tell(row)
+            self._notices.warn(row)
             return sys.modules[row.name] if row.is_module else warn_there(pkgutil.resolve_name, row.new)
         if self._own is not None:
             return warn_there(self._own, name)
@@ -182,11 +182,11 @@ class OldModule(ModuleType):
         """Returns what the module has; what Python itself asks modules for is not worth an import."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
-        self._notices.tell(self._row)
+        self._notices.warn(self._row)
         return getattr(pkgutil.resolve_name(self._row.new), name)
 
 
-def tell(function: Callable, notices: Notices, row: Old, /, *args: object, **kwargs: object) -> object:
+def warned(function: Callable, notices: Notices, row: Old, /, *args: object, **kwargs: object) -> object:
     """Calls a function, and tells that a script does."""
-    notices.tell(row)
+    notices.warn(row)
     return function(*args, **kwargs)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 
 from ampatch.apex.changes import Changes, is_library, script_frame
-from ampatch.apex.legacy.finding import READS_RANK, ROWS
+from ampatch.apex.legacy import pattern_rows as rows
+from ampatch.apex.legacy.finding import READS_RANK
 from ampatch.apex.legacy.mending.names import Notices
 from ampatch.apex.legacy.patterns import find_rank
 
@@ -38,22 +39,22 @@ def parse_rank(
     if not has_argv and not isinstance(args, Rest):
         return parse(self, words, namespace)
     said = {word.partition("=")[0] for word in words}
-    given: list[argparse.Action] = []
+    filled: list[argparse.Action] = []
     with Changes() as changes:
         for parser in parsers(self):
             own = [action for action in parser._actions if is_rank(action)]
-            given += (each for each in own if give_rank(changes, each, said, namespace))
+            filled += (each for each in own if give_rank(changes, each, said, namespace))
             options = parser._option_string_actions
             for word in (RANKS & said).difference(options) if own else ():
                 options[word] = own[0]
                 changes.callback(options.pop, word)
-                given.append(own[0])
-        found, rest = parse(self, words, namespace)
+                filled.append(own[0])
+        parsed, rest = parse(self, words, namespace)
     frame = script_frame()
-    text = "".join(linecache.getlines(frame.f_code.co_filename)) if frame and given else ""
-    if any(hasattr(found, action.dest) for action in given) and not READS_RANK.search(text):
-        notices.tell(ROWS["--local_rank"])
-    return found, Rest(rest)
+    text = "".join(linecache.getlines(frame.f_code.co_filename)) if frame and filled else ""
+    if any(hasattr(parsed, action.dest) for action in filled) and not READS_RANK.search(text):
+        notices.warn(rows.RANK)
+    return parsed, Rest(rest)
 
 
 class Rest(list):
@@ -101,4 +102,4 @@ def put_rank_first(notices: Notices, source: bytes, path: str) -> None:
         spelled = next(filter(None, map(find_rank, ast.walk(ast.parse(source)))), None)
         if spelled and said != [word := f"{spelled}={rank}"]:
             sys.argv[1 : 1 + len(said)] = [word]
-            notices.tell(ROWS["--local_rank"], os.path.relpath(path))
+            notices.warn(rows.RANK, os.path.relpath(path))

@@ -6,37 +6,32 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ampatch.apex.legacy.finding import ROWS
+from ampatch.apex.legacy import pattern_rows as rows
 from ampatch.apex.legacy.mending.names import Notices
-from ampatch.apex.legacy.pattern_rows import CLAMP, INVERTED, MASK, PART
 
 # Which argument is a mask, and what a keyword calls it.
-MASKS = MappingProxyType(
-    {
-        **dict.fromkeys((Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select), (1, "mask")),
-        **dict.fromkeys((Tensor.masked_scatter, Tensor.masked_scatter_, torch.masked_select), (1, "mask")),
-        **dict.fromkeys((torch.masked_fill, torch.masked_scatter), (1, "mask")),
-        **dict.fromkeys((Tensor.index_put, Tensor.index_put_), (1, "indices")),
-        **dict.fromkeys((torch.index_put, torch.index_put_), (1, "indices")),
-        **{torch.where: (0, "condition"), Tensor.where: (1, "condition")},
-        **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), (1, "index")),
-    }
-)
+MASKS = {
+    **dict.fromkeys((Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select), (1, "mask")),
+    **dict.fromkeys((Tensor.masked_scatter, Tensor.masked_scatter_, torch.masked_select), (1, "mask")),
+    **dict.fromkeys((torch.masked_fill, torch.masked_scatter), (1, "mask")),
+    **dict.fromkeys((Tensor.index_put, Tensor.index_put_), (1, "indices")),
+    **dict.fromkeys((torch.index_put, torch.index_put_), (1, "indices")),
+    **{torch.where: (0, "condition"), Tensor.where: (1, "condition")},
+    **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), (1, "index")),
+}
 SPLITS = (Tensor.chunk, Tensor.split, torch.chunk, torch.split)
+IS_PART = "_is_part_of_split"
 IN_PLACE = (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
-WITH_BOOLS = MappingProxyType(
-    {
-        **dict.fromkeys((Tensor.__rsub__, Tensor.__sub__, Tensor.sub, torch.sub), "1 - mask"),
-        **dict.fromkeys((Tensor.neg, torch.neg), "-mask"),
-    }
-)
+WITH_BOOLS = {
+    **dict.fromkeys((Tensor.__rsub__, Tensor.__sub__, Tensor.sub, torch.sub), rows.FROM_ONE),
+    **dict.fromkeys((Tensor.neg, torch.neg), rows.NEGATED),
+}
 # These take complex numbers as pairs, and give them so.
 STFT, ISTFT = (torch.functional.stft, Tensor.stft), (torch.functional.istft, Tensor.istft)
 # What limits in place, where float limits of integers were cut.
@@ -60,48 +55,48 @@ class LegacyMode(TorchFunctionMode):
         self, func: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None
     ) -> object:
         """Calls a function of torch; an argument that it no longer takes is changed first."""
-        given = kwargs or {}
+        named = kwargs or {}
         original = original_of(func)
         if original is Tensor.__getitem__ and is_first_of_none(*args):
-            self._notices.tell(ROWS["loss.data[0]"])
+            self._notices.warn(rows.NUMBER)
             return args[0] if args[0].requires_grad else args[0].item()
         if original in WITH_BOOLS and any(map(is_bool, args)):
-            self._notices.tell(ROWS[WITH_BOOLS[original]])
+            self._notices.warn(WITH_BOOLS[original])
             args = tuple(each.byte() if is_bool(each) else each for each in args)
         if original is Tensor.__invert__ and is_byte(*args) and not (args[0] > 1).any():
-            self._notices.tell(ROWS[INVERTED])  # a mask, as pictures have other bytes
+            self._notices.warn(rows.INVERTED)  # a mask, as pictures have other bytes
             return 1 - args[0]
         if original in MASKS:
-            args, given = self._with_masks(*MASKS[original], args, given)
+            args, named = self._with_masks(*MASKS[original], args, named)
         if original in SPLITS and args:
-            return split_apart(func(*args, **given), *args, **given)
-        if original in IN_PLACE and hasattr(args[0], PART):
-            self._notices.tell(ROWS[PART])
+            return split_apart(func(*args, **named), *args, **named)
+        if original in IN_PLACE and hasattr(args[0], IS_PART):
+            self._notices.warn(rows.PART)
         if original in CLAMPS and args and is_integral(args[0]):
-            args, given = self._with_whole_limits(args, given)
+            args, named = self._with_whole_limits(args, named)
         if original is Tensor.view and not args[0].is_contiguous():
-            return self._view(*args, **given)
-        if original in STFT and given.get("return_complex") is None and not args[0].is_complex():
-            self._notices.tell(ROWS["torch.stft(...)"])
-            return torch.view_as_real(func(*args, **{**given, "return_complex": True}))
+            return self._view(*args, **named)
+        if original in STFT and named.get("return_complex") is None and not args[0].is_complex():
+            self._notices.warn(rows.STFT)
+            return torch.view_as_real(func(*args, **{**named, "return_complex": True}))
         if original in ISTFT and args and not args[0].is_complex():
-            self._notices.tell(ROWS["torch.stft(...)"])
+            self._notices.warn(rows.STFT)
             args = (torch.view_as_complex(args[0].contiguous()), *args[1:])
-        return func(*args, **given)
+        return func(*args, **named)
 
-    def _with_masks(self, place: int, name: str, args: tuple, given: Mapping) -> tuple[tuple, Mapping]:
+    def _with_masks(self, place: int, name: str, args: tuple, kwargs: Mapping) -> tuple[tuple, Mapping]:
         """Returns arguments with a mask in the place of one of bytes, or of several in an index."""
-        mask = args[place] if place < len(args) else given.get(name)
+        mask = args[place] if place < len(args) else kwargs.get(name)
         if not any(map(is_byte, parts_of(mask))):
-            return args, given
-        self._notices.tell(ROWS[MASK])
+            return args, kwargs
+        self._notices.warn(rows.MASK)
         masks = tuple(each.bool() if is_byte(each) else each for each in parts_of(mask))
         mask = masks if isinstance(mask, tuple) else masks[0]
         if place < len(args):
-            return (*args[:place], mask, *args[place + 1 :]), given
-        return args, {**given, name: mask}
+            return (*args[:place], mask, *args[place + 1 :]), kwargs
+        return args, {**kwargs, name: mask}
 
-    def _with_whole_limits(self, args: tuple, given: Mapping) -> tuple[tuple, Mapping]:
+    def _with_whole_limits(self, args: tuple, kwargs: Mapping) -> tuple[tuple, Mapping]:
         """Returns arguments with integers in the place of float limits, which torch used to cut."""
         integers = args[0]
 
@@ -110,10 +105,10 @@ class LegacyMode(TorchFunctionMode):
                 return limit.to(integers.dtype) if limit.is_floating_point() else limit
             return int(limit) if isinstance(limit, (float, np.floating)) and math.isfinite(limit) else limit
 
-        limits, named = tuple(map(cut, args[1:])), {name: cut(limit) for name, limit in given.items()}
-        before, after = (*args[1:], *given.values()), (*limits, *named.values())
+        limits, named = tuple(map(cut, args[1:])), {name: cut(limit) for name, limit in kwargs.items()}
+        before, after = (*args[1:], *kwargs.values()), (*limits, *named.values())
         if any(old is not new for old, new in zip(before, after, strict=True)):
-            self._notices.tell(ROWS[CLAMP])
+            self._notices.warn(rows.CLAMP)
         return (integers, *limits), named
 
     def _view(self, tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -122,7 +117,7 @@ class LegacyMode(TorchFunctionMode):
             return tensor.view(*args, **kwargs)
         except RuntimeError:
             copied = tensor.reshape(*args, **kwargs)
-        self._notices.tell(ROWS["correct[:k].view(-1)"])
+        self._notices.warn(rows.VIEW)
         return copied
 
 
@@ -134,7 +129,6 @@ def original_of(func: Callable) -> Callable:
 
 
 def is_integral(value: object) -> bool:
-    """Whether a value is a tensor of integers."""
     return isinstance(value, Tensor) and value.dtype in INTEGRAL
 
 
@@ -144,17 +138,14 @@ def is_first_of_none(tensor: Tensor, index: object) -> bool:
 
 
 def is_bool(value: object) -> bool:
-    """Whether a value is a mask, with which torch does not compute."""
     return isinstance(value, Tensor) and value.dtype is torch.bool
 
 
 def is_byte(value: object) -> bool:
-    """Whether a value is a mask of bytes."""
     return isinstance(value, Tensor) and value.dtype is torch.uint8
 
 
 def parts_of(index: object) -> tuple:
-    """Returns the index of each dimension."""
     return index if isinstance(index, tuple) else (index,)
 
 
@@ -166,7 +157,7 @@ def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwar
         tensor.narrow(dim, start, part.size(dim)) for start, part in zip(starts, parts, strict=False)
     )
     for view in views:
-        setattr(view, PART, True)
+        setattr(view, IS_PART, True)
     return views
 
 
@@ -175,7 +166,7 @@ def take_byte_mask(
 ) -> object:
     """Has attention, and modules that have it, take masks of bytes."""
     if is_byte(mask):
-        notices.tell(ROWS[MASK])
+        notices.warn(rows.MASK)
         mask = mask.bool()
     types = {torch.uint8: torch.bool}  # that of another mask, which is to be the same
     return check(mask, *args, **{name: types.get(value, value) for name, value in kwargs.items()})
@@ -185,6 +176,6 @@ def init_at_port(init: Callable, notices: Notices, /, *args: object, **kwargs: o
     """Has ranks meet at the port that 16 bits hold of a number above 65535."""
     port = os.environ.get("MASTER_PORT", "")
     if port.isdigit() and int(port) >= 2**16:
-        notices.tell(ROWS["MASTER_PORT=80000"])
+        notices.warn(rows.PORT)
         os.environ["MASTER_PORT"] = str(int(port) % 2**16)
     init(*args, **kwargs)

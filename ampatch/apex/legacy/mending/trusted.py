@@ -13,7 +13,6 @@ import sys
 import types
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -88,7 +87,6 @@ def fill_array(array: np.ndarray, state: tuple) -> None:
 
 
 def array_of_bytes(data: bytes, dtype: np.dtype, shape: tuple, order: str) -> np.ndarray:
-    """Makes an array as protocol 5 has it."""
     return np.frombuffer(data, dtype).reshape(shape, order=order)
 
 
@@ -114,7 +112,6 @@ def name_of(thing: object) -> str:
 
 
 def named(*things: object) -> dict[str, object]:
-    """Returns functions and classes by the names that pickles have for them."""
     return {f"{thing.__module__}.{thing.__qualname__}": thing for thing in things}
 
 
@@ -122,33 +119,29 @@ def named(*things: object) -> dict[str, object]:
 HOLDERS = (argparse.Namespace, UserDict, UserList)
 CONFIGURATIONS = ("yacs.config.CfgNode", "easydict.EasyDict")  # dicts of libraries, if they are imported
 # What is called; none of it does anything but make data.
-CALLED = MappingProxyType(
-    {
-        **named(set, frozenset, bytearray, complex, slice, range, OrderedDict, Counter, defaultdict, deque),
-        **named(*(getattr(datetime, each) for each in ("date", "datetime", "time", "timedelta", "timezone"))),
-        **{f"pathlib.{each}": getattr(pathlib, each) for each in pathlib.__all__ if each.endswith("Path")},
-        "types.SimpleNamespace": types.SimpleNamespace,
-        "numpy.dtype": make_dtype,
-        **{f"numpy.{core}.multiarray.scalar": make_scalar for core in ("core", "_core")},
-        **{f"numpy.{core}.multiarray._reconstruct": make_array for core in ("core", "_core")},
-        **{f"numpy.{core}.numeric._frombuffer": array_of_bytes for core in ("core", "_core")},
-        "torch._tensor._rebuild_from_type_v2": rebuild_tensor,
-        "builtins.getattr": read_function,
-    }
-)
+CALLED = {
+    **named(set, frozenset, bytearray, complex, slice, range, OrderedDict, Counter, defaultdict, deque),
+    **named(*(getattr(datetime, each) for each in ("date", "datetime", "time", "timedelta", "timezone"))),
+    **{f"pathlib.{each}": getattr(pathlib, each) for each in pathlib.__all__ if each.endswith("Path")},
+    "types.SimpleNamespace": types.SimpleNamespace,
+    "numpy.dtype": make_dtype,
+    **{f"numpy.{core}.multiarray.scalar": make_scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray._reconstruct": make_array for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": array_of_bytes for core in ("core", "_core")},
+    "torch._tensor._rebuild_from_type_v2": rebuild_tensor,
+    "builtins.getattr": read_function,
+}
 # What is only named: as a value, or the factory of a defaultdict.
-VALUES = MappingProxyType(
-    {
-        **named(list, dict, tuple, str, int, float, bool, bytes, object, np.ndarray, *HOLDERS),
-        **{f"numpy.{kind.__name__}": kind for kind in np.sctypeDict.values()},
-        **{
-            name: getattr(torch.nn.functional, each)
-            for each in ACTIVATIONS
-            for name in (f"torch.nn.functional.{each}", f"torch._C._nn.{each.replace('logs', 'log_s')}")
-        },
-        **named(*PLACES),
-    }
-)
+VALUES = {
+    **named(list, dict, tuple, str, int, float, bool, bytes, object, np.ndarray, *HOLDERS),
+    **{f"numpy.{kind.__name__}": kind for kind in np.sctypeDict.values()},
+    **{
+        name: getattr(torch.nn.functional, each)
+        for each in ACTIVATIONS
+        for name in (f"torch.nn.functional.{each}", f"torch._C._nn.{each.replace('logs', 'log_s')}")
+    },
+    **named(*PLACES),
+}
 NETWORKS = ("torch.nn.modules.", "torch.nn.utils.", "torch.nn.parallel.data_parallel.", "torch.optim.")
 NETWORKS += ("torch.utils.data.dataset.",)
 # Those of apex, whose checkpoints have its own name for them, or ours.
@@ -189,9 +182,9 @@ def is_own(module: types.ModuleType) -> bool:
 def find_network(module: str, name: str) -> type | None:
     """Returns a class of torch.nn or torch.optim, or the one here of that name of apex."""
     for place in (module, f"ampatch.{module}") if is_network(module) else ():
-        found = vars(sys.modules.get(place, types)).get(name)
-        if isinstance(found, type) and found.__module__ in (module, f"ampatch.{module}"):
-            return found
+        kind = vars(sys.modules.get(place, types)).get(name)
+        if isinstance(kind, type) and kind.__module__ in (module, f"ampatch.{module}"):
+            return kind
     return None
 
 
@@ -199,9 +192,9 @@ def find_own(module: str, name: str) -> type | None:
     """Returns a class of a module in the script's folder, or of a configuration, if it is imported."""
     place = sys.modules.get(module)
     is_known = place is not None and (is_own(place) or f"{module}.{name}" in CONFIGURATIONS)
-    found = vars(place).get(name) if is_known else None
-    is_defined = isinstance(found, type) and (found.__module__, found.__qualname__) == (place.__name__, name)
-    return found if is_defined else None
+    own = vars(place).get(name) if is_known else None
+    is_defined = isinstance(own, type) and (own.__module__, own.__qualname__) == (place.__name__, name)
+    return own if is_defined else None
 
 
 def special_method(kind: type) -> str | None:
@@ -216,7 +209,6 @@ def special_method(kind: type) -> str | None:
 
 
 def is_network(module: str) -> bool:
-    """Whether a module is one of torch.nn, torch.optim or such."""
     return f"{module}.".startswith(NETWORKS)
 
 

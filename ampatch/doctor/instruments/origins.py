@@ -1,4 +1,4 @@
-"""The operations that made bad numbers, and which a tensor comes of, by the memory that it lies in."""
+"""The operations of a run that made bad numbers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from ampatch.doctor.instruments.operations import CASTS, Call, Origin
+from ampatch.doctor.instruments.operations import CASTS, Origin
 from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.region import statement_of_zeros
-from ampatch.doctor.instruments.values import Damage, examine, is_mask, key_of
+from ampatch.doctor.instruments.tape import Op
+from ampatch.doctor.instruments.values import Damage, examine, is_mask
 
 HARMLESS = (*CASTS, "detach")  # which make NaN of nothing
 
@@ -26,7 +27,7 @@ class Origins:
         self.came_back: set[int] = set()  # those seen in a backward pass, until a gradient is bad
         self.quiet: set[int] = set()  # infinities in the data, which may reach nothing
 
-    def add(self, call: Call, damage: Damage, **more: object) -> int:
+    def add(self, call: Op, damage: Damage, **more: object) -> int:
         """Notes an origin, and returns its mark; one that is repeated is noted already."""
         more |= {"attempt": self.attempt, "batch_sizes": self.batch_sizes}
         origin = Origin(call, call.phase, damage, self.micro_step, **more)
@@ -40,14 +41,14 @@ class Origins:
         """Notes bad numbers that no operation made: those of a weight that has a name, or of the data."""
         if tensor.dim() and name is None:
             self.batch_sizes = self.batch_sizes or (tensor.shape[0],)
-        call = Call("", "input" if name is None or is_first else "optimizer", None, where)
+        call = Op("", "input" if name is None or is_first else "optimizer", None, where)
         return self.add(call, examine(tensor), parameter=name)
 
     def add_data(self, tensor: Tensor, place: Place | None, where: str | None) -> set[int]:
         """Notes what is bad in what a model is given; a mask, which holds nothing but 0 and -inf, is not."""
         if is_mask(tensor):
             return set()
-        mark = self.add(Call("", "input", place, where), damage := examine(tensor))
+        mark = self.add(Op("", "input", place, where), damage := examine(tensor))
         if damage.kind == "inf":
             self.quiet.add(mark)
         return {mark}
@@ -62,7 +63,7 @@ class Origins:
         self.reach(self.asked)
         self.asked = set()
 
-    def note_turn(self, call: Call, damage: Damage, marks: Collection[int]) -> None:
+    def note_turn(self, call: Op, damage: Damage, marks: Collection[int]) -> None:
         """Notes what makes NaN of an infinity, and of which sample: that may be another than the first."""
         self.note_taken(marks, call.phase)
         in_batch = bool(damage.element) and damage.shape[0] in self.batch_sizes
@@ -104,27 +105,3 @@ class Origins:
             if origin.attempt == self.attempt:
                 origin.batch_sizes = origin.batch_sizes or self.batch_sizes
         self.attempt, self.micro_step = self.attempt + 1, 0
-
-
-class Marks:
-    """The origins, by index, of what lies in each storage."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, set[int]] = {}
-        self._kept: list[Tensor] = []  # so that their addresses stay theirs
-
-    def copy(self) -> Marks:
-        """Returns the same marks, to which others may be added."""
-        copied = Marks()
-        copied._of = {key: set(marks) for key, marks in self._of.items()}
-        copied._kept = self._kept.copy()
-        return copied
-
-    def of(self, *tensors: Tensor) -> set[int]:
-        """Returns the marks of some tensors."""
-        return {mark for tensor in tensors for mark in self._of.get(key_of(tensor), ())}
-
-    def add(self, tensor: Tensor, marks: set[int]) -> None:
-        """Marks a tensor, and all that shares its memory."""
-        self._of.setdefault(key_of(tensor), set()).update(marks)
-        self._kept.append(tensor.detach())

@@ -1,0 +1,353 @@
+"""What single operations show: what half loses, casts that are undone, gradients that are read, long sums."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ampatch.doctor.finding import Finding
+from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS
+from ampatch.doctor.instruments.dispatch import Operation, Rule
+from ampatch.doctor.instruments.operations import CASTS, IGNORED
+from ampatch.doctor.instruments.places import (
+    is_called_by_ampatch,
+    is_called_by_scaler,
+    is_called_by_user,
+    user_line,
+)
+from ampatch.doctor.instruments.region import region_of
+from ampatch.doctor.instruments.tape import Op, Tape
+from ampatch.doctor.instruments.values import HALF, plain
+from ampatch.doctor.silent.notes import Notes
+from ampatch.doctor.silent.scaled import Scaled
+from ampatch.doctor.silent.stuck import FEWEST, MANY, REPEATED, Stuck, name_of
+from ampatch.doctor.silent.twin import Twin, find_loss
+from ampatch.doctor.suspects import FIRST
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.private import is_transformed
+
+LEFT_ALONE = (*IGNORED[1:], "untyped_storage", "data_ptr", "zeros_like", "full_like")  # but not properties
+
+VIEWS = ("", "t", "transpose", "permute", "view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
+VIEWS += ("chunk", "split", "unbind", "expand", "index", "detach", "swapaxes", "movedim", "narrow", "select")
+# Of gradients that are scaled these say something else than of those that are not.
+MEASURES = ("norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "clamp", "clamp_", "clip", "clip_")
+MEASURES += ("clamp_max", "clamp_max_", "clamp_min_", "max", "amax", "std", "var", "histc", "square", "pow")
+MEASURES += ("mean", "gt", "lt", "ge", "le", "item", "tolist", "_foreach_norm")
+UPDATES = ("add_", "sub_", "lerp_")
+SUMMING = ("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
+PRODUCTS = ("matmul", "bmm", "mm", "einsum", "sum", "baddbmm")
+QUOTIENTS = ("div", "div_", "true_divide", "mul", "mul_")
+SATURATING = ("sigmoid", "tanh")
+WAVES = ("sin", "cos", "sin_", "cos_")
+ANGULAR = (*VIEWS, *CASTS, "mul", "div", "true_divide", "add", "sub", "outer", "einsum", "matmul")
+
+HEADROOM = 16  # times what a sum reached must fit: a length that grows, or the next step
+ZEROS = 0.1  # of the numbers that a layer in float8 takes
+WRONG = 0.1  # of a sum
+MOST_COLUMNS = 256
+FEWER = 0.5  # of whole numbers
+
+
+class Looks(Rule):
+    """Looks at the operations of the first attempts, and of those in `window`, in forwards and losses."""
+
+    def __init__(self, tape: Tape, notes: Notes, window: Collection[int], scaled: Scaled) -> None:
+        super().__init__(tape)
+        self._notes, self._scaled, self.window = notes, scaled, {*range(FIRST), *window}
+        self._stuck = Stuck(self.clock, notes, self.window)
+        self._missed: Counter[Hashable] = Counter()  # of what was counted, by where it was
+        self._mends: dict[str | None, dict[str, object]] = {}  # by line
+        self._modules: dict[int, tuple[Module, Op]] = {}  # that a script has cast to float32
+        self._looks = (
+            (UPDATES, self._stuck.look_at_update),
+            (("add_",), self._look_at_count),
+            (SUMMING, self._look_at_sum),
+            (CASTS, self._look_at_cast),
+            (SATURATING, self._look_at_probabilities),
+            (WAVES, self._look_at_angles),
+            (PRODUCTS, self._look_at_product),
+            (QUOTIENTS, self._look_at_quotient),
+            (MEASURES, self._look_at_measure),
+            (("float8_linear",), self._look_at_float8),
+        )
+        self.clock.wrap(Module, "float", self._cast_module)
+        self.clock.wrap(Module, "to", self._cast_module)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._twin = Twin()
+        self._faults: defaultdict[int, list[Finding]] = defaultdict(list)  # of records, if a loss comes of it
+        self._read: list[tuple[Tensor, Tensor]] = []  # parameters and gradients, kept so long
+
+    def wants(self, name: str) -> bool:
+        """Leaves out the operations of backward passes and optimizers."""
+        is_away = self.clock.in_backward or self.clock.part == "optimizer"
+        is_due = self.clock.micro_step < MOST_MICRO_STEPS
+        return is_due and not (is_away or name in LEFT_ALONE or is_transformed())
+
+    def before(self, operation: Operation) -> Operation | None:
+        """Returns what is needed to repeat an operation in float32."""
+        return self._twin.before(operation)
+
+    def after(self, operation: Operation, repeated: Operation | None) -> None:
+        """Looks at what an operation gives."""
+        given = [it for it in operation.given if it.is_floating_point()]
+        if not given:
+            return
+        self._note_read(operation, given[0])
+        if repeated is not None:
+            repeated.given = given
+            self._follow_twin(operation, repeated)
+        for names, look in self._looks:
+            if operation.name in names:
+                look(operation, repeated, given[0])
+        if self._modules and operation.record.is_half and is_undone(operation.record):
+            self._look_at_modules(operation.record)
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """The next attempt begins."""
+        for record, undone in undone_casts(self.tape.records):
+            self._notes.add("float32_under_autocast", record, runs=undone)
+        self._begin()
+
+    # ---- What half loses, and what comes of it ----
+
+    def _follow_twin(self, operation: Operation, repeated: Operation) -> None:
+        """Compares what an operation gives with what its twin does, where half has lost something."""
+        known = [it for it in map(self._twin.find, repeated.floating) if it is not None]
+        loss = known[0].loss if known else self._find_loss(operation, repeated)
+        # A scaler scales the loss, not what was lost: its gradient is none of these zeros.
+        if loss is None or (known and is_called_by_scaler()):
+            return
+        for tensor, wanted in zip(repeated.given, self._twin.repeat(repeated), strict=False):
+            if (fault := self._twin.judge(tensor, wanted, loss, is_new=not known)) is not None:
+                self._faults[operation.record.number].append(fault)
+
+    def _find_loss(self, operation: Operation, repeated: Operation) -> Finding | None:
+        """Asks whether an operation loses something, and how its statement reads in float32."""
+        if (found := find_loss(repeated)) is None:
+            return None
+        (kind, largest, dtype), where = found, operation.record.where
+        if where not in self._mends:
+            region = region_of(operation, self.clock.models.parameters())
+            self._mends[where] = {"region": region, "alike": self.clock.models.like_place()}
+        mends = self._mends[where]
+        more = {"region": mends["region"], "autocast": operation.record.autocast, "float32_survives": True}
+        more |= {"input_largest": largest, "dtype": dtype}
+        return self._notes.finding(kind, operation.record, more, own=True, alike=mends["alike"])
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Notes the faults that have reached the loss."""
+        if self._faults:
+            reached = {it.number for it in self.tape.before(self.tape.makers_of(losses))}
+            for number in sorted(reached & self._faults.keys()):
+                for fault in self._faults[number]:
+                    self._notes.put(fault)
+
+    # ---- Sums and updates ----
+
+    def _look_at_count(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
+        """Looks for whole numbers that are added in vain."""
+        if repeated is None or len(repeated.args) < 2 or given.dtype not in HALF_TYPES:
+            return
+        into, limit = plain(repeated.args[0]).float(), limit_of(given.dtype)
+        by = torch.as_tensor(repeated.args[1], device=into.device).detach().float()
+        if (into.abs() < limit).all() or not is_whole(into, by):
+            return
+        if ((by != 0) & ((plain(given).float() - into - by).abs() >= by.abs() / 2)).any():
+            self._missed[operation.record.site] += 1
+            if self._missed[operation.record.site] == REPEATED:
+                self._notes.add("lost_counts", operation.record, dtype=name_of(given.dtype), limit=limit)
+
+    def _look_at_sum(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
+        """Compares a sum with that of float32."""
+        wanted = self._twin.repeat(repeated) if repeated and given.dtype in HALF_TYPES else ()
+        for it in wanted[:1]:
+            have = plain(given).float()
+            wrong = torch.isfinite(it) & ((have - it).abs() > WRONG * it.abs())
+            if wrong.any():
+                worst = int((have - it).abs().where(wrong, 0).argmax())
+                numbers = {"have": have.flatten()[worst].item(), "wanted": it.flatten()[worst].item()}
+                numbers |= {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype)}
+                self._notes.add("lost_sums", operation.record, **numbers)
+
+    def _look_at_product(self, operation: Operation, _: object, given: Tensor) -> None:
+        """Notes a sum in float16 that comes near to what that holds."""
+        is_due = given.dtype is torch.float16 and given.numel() and operation.floating
+        largest = given.detach().abs().max().item() if is_due else math.inf
+        if math.isfinite(largest) and largest * HEADROOM > torch.finfo(torch.float16).max:
+            operation.record.facts["sum"] = {"length": length_of(operation, given), "largest": largest}
+
+    def _look_at_quotient(self, operation: Operation, _: object, given: Tensor) -> None:
+        """Looks for sums that are divided by their length, when it may be too late."""
+        number = operation.args[1] if len(operation.args) > 1 else None
+        if isinstance(number, Tensor):
+            number = number.flatten()[0].item() if number.numel() else None
+        if not isinstance(number, (int, float)) or not number:
+            return
+        divisor = 1 / number if operation.name.startswith("mul") else number
+        through = (*VIEWS, *CASTS, *PRODUCTS, *QUOTIENTS)
+        for it in self.tape.before(operation.record.parents, through):
+            numbers = it.facts.get("sum", {"length": 0})
+            if numbers["length"] > 1 and math.isclose(divisor, numbers["length"], rel_tol=1e-3):
+                self._notes.add("length_alone", it, divided_at=operation.record.where, **numbers)
+
+    # ---- Whole numbers, probabilities, angles ----
+
+    def _look_at_cast(self, operation: Operation, _: object, given: Tensor) -> None:
+        """Notes a cast to float32, and whole numbers of which a cast makes fewer, in a column of a table."""
+        record = operation.record
+        if record.taken[:1] and record.taken[0] in HALF and record.dtype == "float32":
+            record.facts["widens"] = is_called_by_user()
+        if (
+            given.dtype not in HALF_TYPES
+            or given.numel() < FEWEST
+            or not isinstance(operation.args[0], Tensor)
+        ):
+            return
+        limit = limit_of(given.dtype)
+        taken, cast = plain(operation.args[0]).double(), plain(given)
+        is_table = taken.dim() > 1 and taken.shape[-1] <= MOST_COLUMNS
+        columns = taken.flatten(0, -2) if is_table else taken.reshape(-1, 1)
+        is_whole = (columns.abs().amax(0) > limit) & (columns == columns.round()).all(0)
+        for index in is_whole.nonzero().flatten().tolist():
+            before = len(columns[:, index].unique())
+            after = len(cast.reshape(columns.shape)[:, index].unique())
+            if after < FEWER * before:
+                numbers = {"before": before, "after": after, "limit": limit, "given": is_called_by_ampatch()}
+                self._notes.add("collapsed", record, dtype=name_of(given.dtype), **numbers)
+                return
+
+    def _look_at_probabilities(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
+        """Counts those that are 1 in half alone: their derivative is 0."""
+        if given.dtype in HALF_TYPES and given.requires_grad and repeated is not None:
+            for wanted in self._twin.repeat(repeated):
+                share = ((plain(given).abs() == 1) & (wanted.abs() < 1)).float().mean().item()
+                if share >= MANY:
+                    more = {"dtype": name_of(given.dtype), "float32_survives": True}
+                    more["autocast"] = operation.record.autocast
+                    self._notes.add("saturated", operation.record, more=more, share=share)
+
+    def _look_at_angles(self, operation: Operation, _: object, given: Tensor) -> None:
+        """Looks for angles that half rounds by more than 1, here or in what they are computed of."""
+        record = operation.record
+        rounded = [
+            it
+            for it in self.tape.before(record.parents, ANGULAR)
+            if it.op in ANGULAR and half_in(it) and (it.op in CASTS or it.dtype == "float32")
+        ]
+        first = min(rounded, key=lambda it: it.number, default=record)
+        if half := half_in(first):
+            angles = plain(operation.floating[0])
+            largest = angles.abs().max().item() if angles.numel() else 0.0
+            error = largest * torch.finfo(getattr(torch, half)).eps / 2
+            if 1 < error < math.inf:
+                self._notes.add("coarse_angles", first, largest=largest, error=error, dtype=half)
+
+    def _look_at_float8(self, operation: Operation, _: object, given: Tensor) -> None:
+        """Counts what float8 rounds to 0, which is below 2**-10 where the largest number is made 448."""
+        by_row = operation.args[4].cast_config_input.scaling_granularity.name == "AXISWISE"
+        for what, tensor in zip(("input", "weight"), operation.args[:2], strict=True):
+            sizes = plain(tensor).abs().float()
+            largest = sizes.amax(-1, keepdim=True) if by_row else sizes.amax()
+            lost = ((sizes > 0) & (sizes * (448 / largest) < 2.0**-10)).sum().item()
+            share = lost / max(int((sizes > 0).sum()), 1)
+            if share > ZEROS:
+                numbers = {"share": share, "largest": sizes.max().item(), "what": what}
+                self._notes.add("float8_underflow", operation.record, **numbers)
+
+    # ---- Gradients that are measured while they are multiplied by the loss scale ----
+
+    def _note_read(self, operation: Operation, given: Tensor) -> None:
+        owner = getattr(operation.func, "__self__", None)
+        if operation.name == "" and getattr(owner, "__name__", "") == "grad":
+            operation.record.facts["read"] = len(self._read)
+            self._read.append((operation.floating[0], given))
+
+    def _look_at_measure(self, operation: Operation, _: object, given: Tensor) -> None:
+        """Notes what measures a gradient."""
+        before = self.tape.before(operation.record.parents, VIEWS) if self._read else ()
+        read = [self._read[it.facts["read"]][0] for it in before if "read" in it.facts]
+        scale = self._scaled.scale_of(read) if read and is_called_by_user() else None
+        if scale is not None and not self._scaled.was_asked:
+            record = Op(operation.name, "optimizer", operation.record.place, operation.record.where)
+            self._notes.add("not_unscaled", record, scale=scale)
+
+    # ---- Modules that are cast to float32 in vain ----
+
+    def _cast_module(self, cast: Callable[..., Module], module: Module, *args, **kwargs) -> Module:
+        before = {it.dtype for it in module.parameters() if it.is_floating_point()}
+        cast(module, *args, **kwargs)
+        asked = [getattr(each, "dtype", each) for each in (*args, *kwargs.values())]  # by a type or a tensor
+        is_to_float32 = cast.__name__ == "float" or torch.float32 in asked
+        if is_to_float32 and before == {torch.float32} and is_called_by_user():
+            self._modules[id(module)] = module, Op(cast.__name__, "forward", None, user_line())
+        return module
+
+    def _look_at_modules(self, record: Op) -> None:
+        for _, cast in [self._modules.pop(it) for it in self.clock.running if it in self._modules]:
+            cast.place = record.place
+            self._notes.add("float32_under_autocast", cast, runs=record.op)
+
+
+def undone_casts(records: Collection[Op]) -> list[tuple[Op, str]]:
+    """Returns casts to float32 that autocast, or a patched function, takes back at once, and which operation.
+
+    Of casts at a line none is, if one of them has an effect.
+    """
+    known: dict[int, set[int]] = {}  # records, and the casts that they come of
+    undone: dict[int, str] = {}
+    effective: set[object] = set()  # lines
+    by_number = {it.number: it for it in records}
+    for it in records:
+        casts = {cast for parent in it.parents for cast in known.get(parent, ())}
+        if not casts:
+            known |= {it.number: {it.number}} if it.facts.get("widens") else {}
+        elif it.op in VIEWS or (it.op in CASTS and not it.is_half):
+            known[it.number] = casts
+        elif it.is_half and is_undone(it):
+            undone = {**dict.fromkeys(casts, it.op), **undone}
+        else:
+            effective |= {by_number[cast].site for cast in casts}
+    return [(by_number[it], op) for it, op in undone.items() if by_number[it].site not in effective]
+
+
+def is_undone(record: Op) -> bool:
+    """Says whether an operation that gives half takes float32 alone, or is a cast that ampatch makes."""
+    return record.is_ours if record.op in CASTS else {*record.taken} == {"float32"}
+
+
+def half_in(record: Op) -> str:
+    """Returns the half type among what an operation takes and gives, "" where there is none."""
+    return next((it for it in (*record.taken, *record.given) if it in HALF), "")
+
+
+def limit_of(dtype: torch.dtype) -> int:
+    """Returns up to where a type holds all whole numbers."""
+    return int(2 / torch.finfo(dtype).eps)
+
+
+def is_whole(*tensors: Tensor) -> bool:
+    """Says whether some tensors hold whole numbers alone."""
+    return all(bool((it == it.round()).all()) for it in tensors)
+
+
+def length_of(operation: Operation, given: Tensor) -> int:
+    """Returns how many numbers each of a result is the sum of; 0 if that is not known."""
+    if operation.name == "sum":
+        return operation.floating[0].numel() // max(given.numel(), 1)
+    if operation.name != "einsum":
+        return operation.floating[-2].shape[-1] if len(operation.floating) > 1 else 0
+    equation = str(operation.args[0]).replace(" ", "")
+    inputs, _, output = equation.partition("->")
+    sizes: dict[str, int] = {}
+    for letters, tensor in zip(inputs.split(","), operation.floating, strict=False):
+        sizes |= dict(zip(reversed(letters), reversed(tensor.shape), strict=False))
+    return math.prod(size for letter, size in sizes.items() if letter not in output)

@@ -1,0 +1,101 @@
+"""What half is too coarse to add: weights, averages and gradients that stay as they were, again and again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampatch.doctor.instruments.clock import Clock, Instrument
+from ampatch.doctor.instruments.dispatch import Operation
+from ampatch.doctor.instruments.places import user_line
+from ampatch.doctor.instruments.tape import Op
+from ampatch.doctor.instruments.values import is_finite, plain
+from ampatch.doctor.silent.notes import STUCK, Notes
+from ampatch.levels.precision import HALF_TYPES
+
+FEWEST = 16  # numbers of a tensor
+MANY = 0.5  # of the numbers stay as they were: a fault where the loss does not fall
+REPEATED = 3  # attempts
+ADDED = (15, 63, 255, 511)  # backward passes of an attempt, that add to gradients
+
+
+class Stuck(Instrument):
+    """Looks at the steps and gradients of the attempts in `window`, and at averages that it is shown."""
+
+    def __init__(self, clock: Clock, notes: Notes, window: Collection[int]) -> None:
+        super().__init__(clock)
+        self._notes, self._window = notes, window
+        self._seen: defaultdict[Hashable, list[int]] = defaultdict(list)  # attempts, by where it was
+        self._weights: list[tuple[Tensor, Tensor]] = []  # in half, and what a step is to change
+        self._added: list[tuple[Tensor, Tensor]] = []  # with gradients in half, and what is added to
+        self._first: dict[int, float] = {}  # how many are not 0 in the first backward pass, by parameter
+
+    def look_at_update(self, operation: Operation, _: object, into: Tensor) -> None:
+        """Counts the numbers of an average that stay as they were."""
+        by = operation.args[1] if len(operation.args) > 1 else None
+        if into.dtype not in HALF_TYPES or into.numel() < FEWEST or not isinstance(by, Tensor):
+            return
+        into = into.detach()
+        weight = operation.kwargs.get("alpha", operation.kwargs.get("weight", (*operation.args, 1)[2]))
+        gap = plain(by).float() - (into.float() if operation.name == "lerp_" else 0.0)
+        least = torch.finfo(into.dtype).eps * into.float().abs() if weight != 1 else 0.0  # it has arrived
+        stays = (into.float() + gap * weight).to(into.dtype) == into
+        self._count(operation.record, share_of(stays, gap.abs() > least), STUCK)
+
+    def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
+        """Keeps the half weights that a step is to change."""
+        groups = (it["params"] for it in optimizer.param_groups if it.get("lr", 1.0) != 0)
+        half = [it for group in groups for it in group if it.dtype in HALF_TYPES and it.grad is not None]
+        is_due = self.clock.attempt in self._window and all(is_finite(it.grad) for it in half)
+        self._weights = [(it, plain(it).clone()) for it in half if it.numel() >= FEWEST and is_due]
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Counts the numbers that a step left as they were."""
+        if self._weights:
+            stays = torch.cat([(plain(it) == before).flatten() for it, before in self._weights])
+            is_due = torch.cat([plain(it.grad).flatten() != 0 for it, _ in self._weights])
+            dtype = name_of(self._weights[0][0].dtype)
+            record = Op("step", "optimizer", None, user_line(), dtype)
+            self._count(record, share_of(stays, is_due), MANY)
+        self._weights = []
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Keeps the gradients in half that some backward passes are to add to."""
+        is_due = self.clock.attempt in self._window and self.clock.micro_step in ADDED
+        self._added = [(it, plain(it.grad).clone()) for it in (self._half_grads() if is_due else ())]
+
+    def end_backward(self) -> None:
+        """Counts the gradients in half that a backward pass has left as they were, by those of the first."""
+        if self.clock.micro_step == 0:
+            self._first = {id(it): share_of(plain(it.grad) != 0) for it in self._half_grads()}
+        is_due = sum(self._first.get(id(it), 0.0) * it.numel() for it, _ in self._added)
+        if is_due:
+            changed = sum((plain(it.grad) != before).sum().item() for it, before in self._added)
+            dtype = name_of(self._added[0][1].dtype)
+            record = Op("accumulate_grad", "backward", None, user_line(), dtype)
+            self._count(record, 1 - changed / is_due, MANY)
+
+    def _half_grads(self) -> list[Tensor]:
+        held = (it for it in self.clock.models.parameters() if it.grad is not None)
+        return [it for it in held if it.grad.dtype in HALF_TYPES]
+
+    def _count(self, record: Op, share: float, most: float) -> None:
+        seen = self._seen[record.site]
+        if share > most and self.clock.attempt not in seen:
+            seen.append(self.clock.attempt)
+            if len(seen) == REPEATED:
+                self._notes.add("lost_updates", record, attempt=seen[0], share=share, dtype=record.dtype)
+
+
+def share_of(mask: Tensor, of: Tensor | None = None) -> float:
+    """Returns the share of what is true, among what is true in another mask where there is one."""
+    return mask.float().mean().item() if of is None else (mask & of).sum().item() / max(of.sum().item(), 1)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the name of a type."""
+    return str(dtype).removeprefix("torch.")
