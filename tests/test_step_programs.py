@@ -543,15 +543,18 @@ def find_difference(seed):
 
 
 @shows(
-    *("never-set-to-none", "optimizers-zero-grad", "patterns-model-grads"),  # do_clear
-    *("initialize-num-losses", "patterns-several-losses", "patterns-backward-outside"),
-    *("patterns-delay-unscale", "scale-delay-unscale"),  # do_delayed_block
-    *(
-        "optimizers-master-params",
-        "patterns-edited-grads",
-        "scale-masters",
-        "patterns-step-clears",
-    ),  # do_look
+    "never-set-to-none",  # do_clear
+    "optimizers-zero-grad",
+    "patterns-model-grads",
+    "initialize-num-losses",  # do_block
+    "patterns-several-losses",
+    "patterns-backward-outside",  # do_plain_backward
+    "patterns-delay-unscale",  # do_delayed_block
+    "scale-delay-unscale",
+    "optimizers-master-params",  # do_edit_gradients
+    "patterns-edited-grads",
+    "scale-masters",  # compare
+    "patterns-step-clears",
 )
 @pytest.mark.filterwarnings(
     "ignore:gradients are clipped", "ignore:backward.. in a block of scale_loss began"
