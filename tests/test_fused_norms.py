@@ -92,7 +92,7 @@ def test_a_mixed_module_has_a_weight(kind):
     assert kind(FEATURES, elementwise_affine=True).weight is not None
     with pytest.raises(RuntimeError, match="does not support elementwise_affine=False"):
         kind(FEATURES, elementwise_affine=False)
-    with pytest.raises(TypeError, match="unknown argument 'epsilon'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
         kind(FEATURES, epsilon=1)
 
 

@@ -25,6 +25,7 @@ from ampatch.doctor.silent.gradients import Ranges, compare_gradients
 from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes, examine_silent
 from ampatch.doctor.silent.scaled import Scaled
+from ampatch.doctor.suspects import plan_looks
 from ampatch.doctor.words import describe
 from doctor_samples import sample_finding
 from helpers import import_float8
@@ -73,13 +74,13 @@ def indent(text, width):
     return dedent(text).strip("\n").replace("\n", "\n" + " " * width)
 
 
-def look(text):
+def look(text, window=()):
     """Runs a script under the instruments; returns what they noted, the attempts, and the error."""
     error = None
     with ExitStack() as stack:
         tape = Tape(clock := Clock(stack))
         scaled = Scaled(clock, notes := Notes(clock))
-        looks = Looks(tape, notes, (), scaled)
+        looks = Looks(tape, notes, window, scaled)
         clock.follow_run()
         Operations(tape, [looks]).follow()
         stack.callback(amp.uninitialize)  # before what it is patched over is gone
@@ -712,6 +713,21 @@ for step in range(4):
 def test_counts_sums_names_and_probabilities_that_half_cannot_hold_are_told(text, kind):
     kinds = {it.kind for it in look(HEAD + text)[0]}
     assert kinds & {"lost_counts", "lost_sums", "collapsed", "saturated"} == ({kind} if kind else set())
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_count_that_stops_late_is_told_by_the_attempts_that_are_looked_at_later(is_watched):
+    text = HEAD + COUNTED.format(dtype="bfloat16").replace("range(16)", "range(40)")
+    text = text.replace("range(20)", "range(40 if step > 16 else 0)")
+    later = plan_looks([Attempt(step) for step in range(40)])
+    assert later == (16, 24, 32, 39)
+    found = {it.kind: it.step for it in look(text, later if is_watched else ())[0]}
+    assert found.get("lost_counts") == (24 if is_watched else None)
+
+
+def test_attempts_after_weights_were_lost_are_not_looked_at():
+    attempts = [Attempt(step, weights=step < 30) for step in range(40)]
+    assert plan_looks(attempts) == (16, 24)
 
 
 ACCUMULATED = """

@@ -1,6 +1,5 @@
 """`ampatch sweep` reads its arguments, refuses bad ones in time, and writes what came of the runs."""
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -114,6 +113,7 @@ def test_every_option_reaches_the_plan(folder, runs):
     assert (settings.timeout, settings.tolerance) == (60.0, 1.5)
     assert (settings.script, settings.arguments) == ("train.py", ("--lr", "1"))
     assert len(runs.made) == 18
+    assert [len(run.earlier) for run in runs.made] == list(range(18))  # of O0 itself, too
 
 
 def test_a_module_can_be_run(folder, runs, monkeypatch):
@@ -151,13 +151,6 @@ def test_bad_input_is_one_line_and_no_process_is_started(folder, runs, arguments
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
-def test_jinja2_is_asked_for_before_the_first_run(folder, runs, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jinja2" else "found")
-    assert sweep("train.py", "--out", "out") == 2
-    assert capsys.readouterr().err == "ampatch sweep: jinja2 is not installed: pip install jinja2\n"
-    assert (runs.made, (folder / "out").exists()) == ([], False)
-
-
 # ---- What is run and written ----
 
 
@@ -190,8 +183,26 @@ def test_resume_makes_the_runs_that_were_not_made(folder, runs, capsys, monkeypa
     assert [run.row for run in runs.made] == ["O4", "O5"]
     assert [it.run for it in runs.made[0].earlier] == ["O0 seed 0"]
     assert [it.row for it in written(folder, "ampatch-sweep").records] == ["O0", "O4", "O5"]
-    assert sweep("train.py", "--levels", "O0", "--resume") == 2
-    assert "another one (rows ('O0', 'O4', 'O5') then, ('O0',) now)" in capsys.readouterr().err
+
+
+OTHERS = {
+    "rows": (["--levels", "O0,O5"], "(rows ('O0', 'O4') then, ('O0', 'O5') now): expected the same script"),
+    "seeds": (["--levels", "O0,O4", "--seeds", "2"], "(seeds 1 then, 2 now): expected the same script"),
+    "text": (["--levels", "O0,O4"], "the sweep in 'out' was another one (digest "),
+    "nothing there": (["--levels", "O0"], "there is no ampatch-sweep with a sweep.json here"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_resume_refuses_another_sweep(folder, runs, capsys, name):
+    assert sweep_into("out", "O0,O4") == 0
+    kept = (folder / "out/sweep.json").read_text()
+    (folder / "train.py").write_text(f"{TRAIN}\n" if name == "text" else TRAIN)
+    options, said = OTHERS[name]
+    place = [] if name == "nothing there" else ["--out", "out"]
+    assert sweep("train.py", *options, "--resume", *place) == 2
+    assert said in capsys.readouterr().err
+    assert ((folder / "out/sweep.json").read_text(), len(runs.made)) == (kept, 2)
 
 
 def test_a_folder_that_a_script_clears_is_written_to_all_the_same(folder, runs, monkeypatch):

@@ -65,12 +65,12 @@ def remove_module(name: str, module: ModuleType) -> None:
         del sys.modules[name]
 
 
-def wrap(function: Callable, replacement: Callable, *given: object) -> Callable:
+def wrap(function: Callable, replacement: Callable, *leading: object) -> Callable:
     """Returns a function whose calls go to `replacement`, with the function and what is given first."""
 
     @functools.wraps(function)
     def wrapped(*args: object, **kwargs: object) -> object:
-        return replacement(function, *given, *args, **kwargs)
+        return replacement(function, *leading, *args, **kwargs)
 
     return wrapped
 

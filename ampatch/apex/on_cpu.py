@@ -43,25 +43,29 @@ MOVES = ("to", "_parse_to")  # of tensors, and what modules ask: a number there 
 
 MEMORY = 2**34  # which scripts divide by
 
-# What functions of torch.cuda answer to a script; None where they do nothing.
+# What functions of torch.cuda answer to a script: None where they do nothing.
+NOTHING = """
+    synchronize empty_cache init ipc_collect manual_seed manual_seed_all seed seed_all set_rng_state
+    set_rng_state_all reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached
+    reset_accumulated_memory_stats set_per_process_memory_fraction set_sync_debug_mode
+"""
+ZERO = """
+    memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached
+    max_memory_cached utilization memory_usage initial_seed get_sync_debug_mode
+"""
 ANSWERS: dict[str, object] = {
+    **dict.fromkeys(NOTHING.split()),
+    **dict.fromkeys(ZERO.split(), 0),
     "is_available": True,
-    **{"get_device_name": "cpu", "get_device_capability": (0, 0), "get_arch_list": []},
-    **dict.fromkeys(("synchronize", "empty_cache", "init", "ipc_collect")),
-    **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all")),
-    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")),
-    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0),
-    **dict.fromkeys(("max_memory_reserved", "memory_cached", "max_memory_cached"), 0),
-    **{
-        "mem_get_info": (MEMORY, MEMORY),
-        "get_rng_state_all": [],
-        "set_rng_state": None,
-        "set_rng_state_all": None,
-    },
-    **{"memory_stats": Counter(), "memory_summary": "", "memory_snapshot": []},
-    **dict.fromkeys(("reset_accumulated_memory_stats", "set_per_process_memory_fraction")),
-    **{"utilization": 0, "memory_usage": 0, "can_device_access_peer": True, "initial_seed": 0},
-    **{"set_sync_debug_mode": None, "get_sync_debug_mode": 0},
+    "can_device_access_peer": True,
+    "get_device_name": "cpu",
+    "get_device_capability": (0, 0),
+    "get_arch_list": [],
+    "get_rng_state_all": [],
+    "mem_get_info": (MEMORY, MEMORY),
+    "memory_stats": Counter(),
+    "memory_summary": "",
+    "memory_snapshot": [],
     "get_device_properties": SimpleNamespace(
         name="cpu", total_memory=MEMORY, major=0, minor=0, multi_processor_count=1
     ),

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ampatch.casts.cast_cache import CONVERT, CastCache
 from ampatch.casts.cast_tree import TensorCast, cast_tree
-from ampatch.casts.thread import Forward, ThreadState
+from ampatch.casts.thread import OpenForward, ThreadState
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.private import graph_task
 
@@ -122,7 +122,7 @@ class CastState:
     def nbytes(self) -> int:
         return sum(cache.nbytes for cache in self._caches.values())
 
-    def enter_forward(self, forward: Forward) -> None:
+    def enter_forward(self, forward: OpenForward) -> None:
         """Begins a forward of an initialized model, or of a part of it that runs uncast."""
         thread = self.thread
         if thread.forwards and thread.forget_ended():

@@ -47,20 +47,20 @@ def where_refused(original: Function, widen: TensorCast, *args: object, **kwargs
 
     What is compiled or recorded cannot be tried, and runs in float32: the call that fails would stay there.
     """
-    given = args, kwargs
+    arguments = args, kwargs
 
     def cast(tensor: Tensor) -> Tensor:
         is_half = tensor.dtype is torch.complex32 and tensor.device.type in CASTS.device_types
         return tensor.to(torch.complex64) if is_half else widen(tensor)
 
     if torch.compiler.is_compiling() or is_recorded():
-        args, kwargs = cast_tree(given, cast)  # type: ignore[misc]
+        args, kwargs = cast_tree(arguments, cast)  # type: ignore[misc]
         return original(*args, **kwargs)
     try:
         return original(*args, **kwargs)
     except RuntimeError as error:  # NotImplementedError is one, too
-        wide = cast_tree(given, cast)
-        if wide is given or isinstance(error, (torch.OutOfMemoryError, torch.linalg.LinAlgError)):
+        wide = cast_tree(arguments, cast)
+        if wide is arguments or isinstance(error, (torch.OutOfMemoryError, torch.linalg.LinAlgError)):
             raise
     args, kwargs = wide  # type: ignore[misc]
     return original(*args, **kwargs)

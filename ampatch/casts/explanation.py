@@ -22,7 +22,7 @@ MEANING = {
     Cast.MATCH_SELF: "its floating arguments are cast to the type of the tensor that is written to",
     Cast.FP32_INPLACE: "computed in float32; what is written into a half tensor is rounded once",
     Cast.BANNED: "raises if an argument is half; allow_banned=True casts it to float32",
-    Cast.CUSTOM: "no single cast fits: as the reason says",
+    Cast.CUSTOM: "no single cast fits; the reason says what happens",
 }
 RAISES = "raises"
 AS_TORCH = "as torch does"
@@ -95,10 +95,10 @@ class Explanation:
 
     def groups(self) -> list[tuple[Name, ...]]:
         """The names by what happens to them, in the order of the first of each group."""
-        found: dict[object, list[Name]] = {}
+        by_effect: dict[object, list[Name]] = {}
         for name in self.names:
-            found.setdefault((name.cast, name.effects()), []).append(name)
-        return [tuple(names) for names in found.values()]
+            by_effect.setdefault((name.cast, name.effects()), []).append(name)
+        return [tuple(names) for names in by_effect.values()]
 
     def __str__(self) -> str:
         blocks = [f"{self.op}, at each level"]

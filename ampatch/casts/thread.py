@@ -29,7 +29,7 @@ class Rounded:
 
 
 @dataclass(slots=True, eq=False)
-class Forward:
+class OpenForward:
     """A running forward of an initialized model, or of a part of one that runs in float32.
 
     Not frozen: that takes longer to make, and each forward makes one.
@@ -61,7 +61,7 @@ class ThreadState(threading.local):
         self.off = self._asks = int(not _is_pythons())
         if not self._asks:
             keep_in_thread(self._key, self.__dict__)
-        self.forwards: tuple[Forward, ...] = ()  # the innermost is the last
+        self.forwards: tuple[OpenForward, ...] = ()  # the innermost is the last
         self.disabled_by = 0  # blocks and calls that turn casts off
         self._step: FrameType | None = None
         self._autocasts: list[tuple[object, bool]] = []  # blocks of torch.autocast, and if they disable us
@@ -131,7 +131,7 @@ class ThreadState(threading.local):
         self.off += (frame is not None) - (self._step is not None)
         self._step = frame
 
-    def push(self, forward: Forward) -> None:
+    def push(self, forward: OpenForward) -> None:
         """Notes that a forward begins."""
         if forward.frame is None:
             _change(self._push, forward)
@@ -140,7 +140,7 @@ class ThreadState(threading.local):
             self.forget_ended()
         self._push(forward)
 
-    def _push(self, forward: Forward) -> None:
+    def _push(self, forward: OpenForward) -> None:
         self.forwards = (*self.forwards, forward)
         self.off += int(forward.off)  # Dynamo 2.6 adds no truth value to a number
 
@@ -164,7 +164,7 @@ class ThreadState(threading.local):
         while self.forwards:
             self._drop_innermost()
 
-    def _drop_innermost(self) -> Forward:
+    def _drop_innermost(self) -> OpenForward:
         forward = self.forwards[-1]
         self.forwards = self.forwards[:-1]
         self.off -= int(forward.off)

@@ -27,6 +27,7 @@ from ampatch.doctor.suspects import (
     has_scaler,
     is_flat,
     leave_out_mended,
+    plan_looks,
     plan_window,
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
@@ -76,8 +77,9 @@ class Campaign:
         sample = pick_sample(seen.shares, attempts)
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
+        looks = plan_looks(attempts) if self.spent[0] <= LONG else ()
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
-        run = replace(run, is_brief=not seen.suspects, raises="watched" in self.ended)
+        run = replace(run, looks=looks, is_brief=not seen.suspects, raises="watched" in self.ended)
         origins = origins_of(self._start("traced", run)) if window else ()
         findings, hidden = findings_in(seen, origins), find_hidden(origins)
         if findings or hidden or sample is not None:
@@ -118,7 +120,8 @@ class Campaign:
         is_whole = not (findings or self.ended)
 
         def learns_less() -> bool:
-            return is_whole and fall_of(self._alone().attempts) >= fall_of(attempts[:ENOUGH]) + LESS
+            best = fall_of(self._alone().attempts[:ENOUGH]) if is_whole else 0.0
+            return is_whole and best >= fall_of(attempts[:ENOUGH]) + LESS
 
         silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), learns_less))
         tryable = next((it for it in silent if can_try(it, self.run)), None)
@@ -209,7 +212,10 @@ class Campaign:
         run = replace(self.run, level="O0", float32=True, goes_on=True, sample=sample)
         if self.spent[0] > LONG and seen.suspects:
             self.enough = seen.suspects[:MOST_TRACED][-1] + ENOUGH
-        return self._start("float32", replace(run, traces=bool(window), window=window, most=self.enough))
+        run = replace(run, traces=bool(window), window=window, most=self.enough)
+        again = self._start("float32", run)
+        self.first_in_float32 = again if sample is None else None  # which has weights of another run
+        return again
 
     def _alone(self) -> Seen:
         """Returns what the first steps of the script are in float32, of one run."""

@@ -75,10 +75,11 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     brakes = Brakes(tape) if run.speed else None
     oversized = precision.Oversized(clock) if run.float32 else None
     scaled, ranges = Scaled(clock, notes := Notes(clock)), Ranges(clock)
-    looks = Looks(tape, notes, run.window or (), scaled)
+    looks = Looks(tape, notes, (*run.looks, *(run.window or ())), scaled)
     if run.sample is not None:
         Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)
-    trace = Trace(tape, run.window, run.goes_on, run.is_brief) if run.traces else None
+    last = max(run.looks, default=0)
+    trace = Trace(tape, run.window, run.goes_on, run.is_brief, last) if run.traces else None
     clock.follow_run()
     if run.keep_fp32:
         precision.Keeper(run.keep_fp32, clock)

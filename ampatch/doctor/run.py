@@ -16,7 +16,7 @@ class Run:
     `level` is the opt level that it is made to use, None for its own; `float32` turns off what torch itself
     casts and scales; `keep_fp32` are the modules that run in float32. `window` are the attempts at a step
     that are traced, after which the run ends unless it `goes_on`; None: all of them. What was seen is written
-    to the file `out`.
+    to the file `out`. `looks` are attempts of a traced run that are looked at for silent faults alone.
     """
 
     script: str
@@ -27,6 +27,7 @@ class Run:
     float32: bool = False
     traces: bool = False
     window: tuple[int, ...] | None = None
+    looks: tuple[int, ...] = ()
     goes_on: bool = False
     raises: bool = False  # whether the script is known to raise an error
     is_brief: bool = False  # of many backward passes of an attempt the first are traced

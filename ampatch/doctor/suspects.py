@@ -76,6 +76,23 @@ def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, .
     return tuple(index for index in (last, sample) if index is not None and index >= 0)
 
 
+def plan_looks(attempts: Sequence[Attempt]) -> tuple[int, ...]:
+    """Returns later attempts to look at for silent faults: ever fewer, and the last; none of lost weights."""
+    end = next((index for index, it in enumerate(attempts) if not it.weights), len(attempts))
+    return tuple(it for it in range(FIRST, end) if is_sample(it) or it == len(attempts) - 1)
+
+
+def is_sample(attempt: int) -> bool:
+    """Says whether an attempt is looked at closely: all at first, and then ever fewer.
+
+    >>> [attempt for attempt in range(40) if is_sample(attempt)]
+    [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    """
+    while attempt > 3 and attempt % 2 == 0:
+        attempt //= 2
+    return attempt <= 3
+
+
 def is_collapse(attempts: Sequence[Attempt]) -> bool:
     """Says whether a scale that may move overflowed more often than its search explains.
 

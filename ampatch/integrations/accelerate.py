@@ -20,7 +20,7 @@ __all__ = ["AmpAccelerator"]
 SHARDING = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 
 
-class AmpOptimizer(AcceleratedOptimizer):
+class AmpAcceleratedOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper of an optimizer, which knows of skipped steps: schedulers ask it."""
 
     @property
@@ -29,7 +29,7 @@ class AmpOptimizer(AcceleratedOptimizer):
         return was_skipped(self)
 
 
-class AmpMethods:
+class AcceleratorMethods:
     """What an Accelerator does otherwise where the precision is that of ampatch."""
 
     def prepare(self, *args: object, **kwargs: object) -> object:
@@ -55,10 +55,10 @@ class AmpMethods:
             model.register_forward_hook(cast_outputs)
         return super().prepare_model(model, *args, **kwargs)
 
-    def prepare_optimizer(self, *args: object, **kwargs: object) -> AmpOptimizer:
+    def prepare_optimizer(self, *args: object, **kwargs: object) -> AmpAcceleratedOptimizer:
         """Wraps an optimizer such that no scheduler steps where it has not."""
         prepared = super().prepare_optimizer(*args, **kwargs)
-        prepared.__class__ = AmpOptimizer
+        prepared.__class__ = AmpAcceleratedOptimizer
         return prepared
 
     def backward(self, loss: Tensor, *, optimizers: object = None, loss_id: int = 0, **rest: object) -> None:
@@ -87,7 +87,7 @@ def cast_outputs(model: Module, args: tuple, output: object) -> object:
     return convert_to_fp32(output)
 
 
-class AmpAccelerator(AmpMethods, Accelerator):
+class AmpAccelerator(AcceleratorMethods, Accelerator):
     """Accelerate's Accelerator, with the mixed precision of ampatch.
 
     ```python
@@ -114,8 +114,8 @@ def take_over(accelerator: Accelerator, options: Mapping[str, object], remedy: s
             f"Accelerate's {accelerator.distributed_type.name} shards or scales by itself: ampatch goes with "
             f"one process, DistributedDataParallel, or torch's fully_shard in a loop of your own"
         )
-    if not isinstance(accelerator, AmpMethods):
-        accelerator.__class__ = type("AmpAccelerator", (AmpMethods, type(accelerator)), {})
+    if not isinstance(accelerator, AcceleratorMethods):
+        accelerator.__class__ = type("AmpAccelerator", (AcceleratorMethods, type(accelerator)), {})
     accelerator.amp_options = validate(options)
 
 

@@ -12,7 +12,7 @@ import ampatch as amp
 from ampatch.integrations.common import validate, was_skipped
 
 
-class AmpMethods:
+class PrecisionMethods:
     """The methods of a precision plugin; its arguments are those of `amp.initialize`."""
 
     def __init__(self, **options: object) -> None:

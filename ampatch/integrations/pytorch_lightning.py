@@ -1,7 +1,7 @@
 """For Lightning: a precision plugin, for scripts that import `pytorch_lightning`."""
 
 from ampatch.integrations.common import needs
-from ampatch.integrations.precision import AmpMethods
+from ampatch.integrations.precision import PrecisionMethods
 
 with needs("pytorch_lightning"):
     from pytorch_lightning.plugins import Precision
@@ -9,7 +9,7 @@ with needs("pytorch_lightning"):
 __all__ = ["AmpPrecision"]
 
 
-class AmpPrecision(AmpMethods, Precision):
+class AmpPrecision(PrecisionMethods, Precision):
     """Trains in the mixed precision of ampatch; takes the arguments of `amp.initialize`.
 
     ```python

@@ -15,7 +15,7 @@ from torch.nn.modules.loss import _Loss
 
 from ampatch.casts.cast import CASTS, PendingGraph
 from ampatch.casts.cast_tree import cast_batch, cast_call, cast_object, cast_to, cast_tree
-from ampatch.casts.thread import Forward, Rounded
+from ampatch.casts.thread import OpenForward, Rounded
 from ampatch.errors import AmpValueError
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.models.cast_tensor import CastModule, Float32Values, own_tensors
@@ -83,10 +83,10 @@ class EnterForward:
 
     def __call__(self, module: Module, args: tuple) -> None:
         if torch.compiler.is_dynamo_compiling():
-            CASTS.thread.push(Forward(id(module), self.off, self.find_dtype(args), None))
+            CASTS.thread.push(OpenForward(id(module), self.off, self.find_dtype(args), None))
         else:
             frame = sys._getframe(1)
-            CASTS.enter_forward(Forward(id(module), self.off, self.find_dtype(args), frame))
+            CASTS.enter_forward(OpenForward(id(module), self.off, self.find_dtype(args), frame))
         if not self.off and CASTS.half is not None:
             for parameter in module.parameters():
                 # Asked before: a part of a graph, such as a checkpoint, must not change what is outside it.
@@ -209,7 +209,7 @@ class CastOutputs:
         return cast_tree(output, _round_in(around[-1], dtype, id(module)), cast_object(dtype))
 
 
-def _round_in(around: Forward, dtype: torch.dtype, owner: int) -> Callable[[Tensor], Tensor]:
+def _round_in(around: OpenForward, dtype: torch.dtype, owner: int) -> Callable[[Tensor], Tensor]:
     """Casts to a type for the modules of a forward, which learns what it was before."""
     cast = cast_to(dtype)
 

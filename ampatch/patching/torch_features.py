@@ -14,7 +14,7 @@ from torch import Tensor, overrides
 from torch.nn import Module, Parameter
 
 from ampatch.casts.cast import CASTS, Call, Function
-from ampatch.casts.thread import Forward
+from ampatch.casts.thread import OpenForward
 from ampatch.casts.wrapper import METHODS
 from ampatch.errors import AmpValueError
 from ampatch.levels.private import (
@@ -242,7 +242,7 @@ def _repeat(function: Function, *, begins_empty: bool = False) -> Function:
         with switch():
             if not is_inside:
                 return function(*args, **kwargs)
-            thread.push(Forward(id(run), False, dtype, sys._getframe()))
+            thread.push(OpenForward(id(run), False, dtype, sys._getframe()))
             try:
                 return function(*args, **kwargs)
             finally:

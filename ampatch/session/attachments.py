@@ -51,12 +51,12 @@ class Attachments:
 
     def make(self, request: Request, around: Surroundings) -> list[AmpOptimizer]:
         """Returns what is kept for the optimizers of a call, or for those in wrappers."""
-        found = []
-        for given in request.optimizers:
-            optimizer = unwrap_optimizer(given)
+        amps = []
+        for outer in request.optimizers:
+            optimizer = unwrap_optimizer(outer)
             masters = MasterParams(_find_inner(optimizer), self._data_watch.touched)
-            found.append(AmpOptimizer(optimizer, masters, around, given))
-        return found
+            amps.append(AmpOptimizer(optimizer, masters, around, outer))
+        return amps
 
     def open(self, request: Request, caster: ModelCaster, amps: Sequence[AmpOptimizer], call: Call) -> None:
         """Puts hooks and masters onto the optimizers and models of a call; `call.undo` takes them away."""

@@ -145,12 +145,12 @@ def _initialize(
     return returned
 
 
-def _as_tuple(given: object) -> tuple:  # type: ignore[type-arg]  # Session.open checks what is in it
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+def _as_tuple(value: object) -> tuple:  # type: ignore[type-arg]  # Session.open checks what is in it
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _parse_float8_layers(policy: Policy, given: object) -> tuple[Keep, ...]:
-    layers = normalize_keep(given, "float8_layers")
+def _parse_float8_layers(policy: Policy, value: object) -> tuple[Keep, ...]:
+    layers = normalize_keep(value, "float8_layers")
     if layers and policy.float8_recipe is None:
         raise AmpValueError(
             f"float8_layers contradicts {policy.opt_level}: use opt_level='O6', or leave it out"
@@ -194,15 +194,15 @@ def scale_loss(
     """
     if not SESSION.calls:
         SESSION.require_open()
-    given = optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
-    if SESSION.is_disabled and SESSION.is_passive(given):
+    named = optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
+    if SESSION.is_disabled and SESSION.is_passive(named):
         return PassedThrough(loss)
     if not isinstance(loss, Tensor):
         raise AmpTypeError(
             f"loss is a {type(loss).__name__}: expected a tensor, the output of the loss function"
         )
     amps = []
-    for index, optimizer in enumerate(given):
+    for index, optimizer in enumerate(named):
         amps.append(SESSION.find(optimizer, index))
     scalers = SESSION.scalers(of_last_call=True) if of_last_call or not amps else amps[0].call.scalers
     return ScaledLoss(

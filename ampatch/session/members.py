@@ -37,7 +37,7 @@ class Members:
         copied._modules = [place for place in self._modules if place[0]() is not None]
         copied._optimizers = {key: find for key, find in self._optimizers.items() if find() is not None}
         copied.float8 = self.float8.copy()
-        copied._passive = [given for given in self._passive if given() is not None]
+        copied._passive = [reference for reference in self._passive if reference() is not None]
         return copied
 
     def restore(self, others: Members) -> None:
@@ -80,7 +80,9 @@ class Members:
         amp.call = call
         names = [amp.find_given(), *amp.masters.optimizers]
         self._optimizers |= dict.fromkeys(map(id, names), weakref.ref(amp))
-        self._passive = [given for given in self._passive if all(given() is not one for one in names)]
+        self._passive = [
+            reference for reference in self._passive if all(reference() is not one for one in names)
+        ]
 
     def find(self, optimizer: object) -> AmpOptimizer | None:
         """Returns what is kept for an optimizer, or for the one that a trainer has wrapped."""
@@ -135,7 +137,7 @@ class Members:
     def is_any_passive(self, optimizers: Sequence[object]) -> bool:
         """Whether one of these passes through."""
         names = [one for optimizer in optimizers for one in _look_through(optimizer)]
-        return any(given() is one for one in names for given in self._passive)
+        return any(reference() is one for one in names for reference in self._passive)
 
 
 def _look_through(optimizer: object) -> list[object]:

@@ -69,9 +69,9 @@ def returns_what_it_is_given(
     return cast(Initialize[Rest], checked)
 
 
-def validate_names(caller: str, given: Iterable[str], signature: inspect.Signature) -> None:
+def validate_names(caller: str, names: Iterable[str], signature: inspect.Signature) -> None:
     """Raises AmpTypeError for arguments that `initialize` has not, and names the nearest that it has."""
-    unknown = sorted(name for name in given if name not in signature.parameters)
+    unknown = sorted(name for name in names if name not in signature.parameters)
     nearest = [difflib.get_close_matches(name, signature.parameters, 1) for name in unknown]
     faults = [
         f"{name!r}" + "".join(f" (did you mean {one!r}?)" for one in close)
@@ -112,13 +112,13 @@ class Opening:
 SessionListener = Listener[Opening, ScaledLoss, AmpOptimizer, PlainBackward]
 
 
-def parse_process_group(given: object) -> ProcessGroup | None:
+def parse_process_group(value: object) -> ProcessGroup | None:
     """Reads what `initialize` was given; raises AmpTypeError for what is no group that this rank is in."""
     dist = torch.distributed
-    if given is None or (dist.is_available() and isinstance(given, dist.ProcessGroup)):
-        return given
+    if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+        return value
     raise AmpTypeError(
-        f"process_group is {given!r}: expected a torch.distributed.ProcessGroup that this rank is in, as "
+        f"process_group is {value!r}: expected a torch.distributed.ProcessGroup that this rank is in, as "
         f"torch.distributed.group.WORLD, or None"
     )
 
@@ -133,8 +133,8 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
     taken = {id(amp.optimizer) for amp in others}
     masters = {id(pair.master) for amp in others for pair in amp.masters}
     shapes = {param.shape for param in params if not is_lazy(param)}
-    for index, given in enumerate(request.optimizers):
-        optimizer = unwrap_optimizer(given, index)
+    for index, outer in enumerate(request.optimizers):
+        optimizer = unwrap_optimizer(outer, index)
         if id(optimizer) in taken:
             raise AmpError(
                 f"optimizers[{index}] ({type(optimizer).__name__}) is given to initialize twice: "
@@ -147,23 +147,23 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
         _validate_zero(index, optimizer, request.policy)
 
 
-def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
+def unwrap_optimizer(outer: object, index: int = 0) -> Optimizer:
     """Returns the optimizer, or the one inside a wrapper such as LARC, which has no hooks itself.
 
     Some wrappers derive from Optimizer and never call its `__init__`: these count as wrappers too. A
     scheduler, of torch or of another library, has an optimizer as well and is no wrapper.
     """
-    if any(kind.__name__.endswith("Scheduler") for kind in type(given).__mro__):
+    if any(kind.__name__.endswith("Scheduler") for kind in type(outer).__mro__):
         raise AmpTypeError(
-            f"optimizers[{index}] is a {type(given).__name__}, a learning rate scheduler: pass the optimizer "
+            f"optimizers[{index}] is a {type(outer).__name__}, a learning rate scheduler: pass the optimizer "
             f"that it was made for; schedulers are not given to initialize"
         )
-    inner = find_hooked(given)
+    inner = find_hooked(outer)
     if inner is not None:
         return inner
-    hint = f"; a level is given as opt_level={given!r}" if given in (*OPT_LEVELS,) else ""
+    hint = f"; a level is given as opt_level={outer!r}" if outer in (*OPT_LEVELS,) else ""
     raise AmpTypeError(
-        f"optimizers[{index}] is a {type(given).__name__}: expected a torch.optim.Optimizer "
+        f"optimizers[{index}] is a {type(outer).__name__}: expected a torch.optim.Optimizer "
         f"or a list of them{hint}"
     )
 
@@ -221,7 +221,7 @@ def make_scalers(request: Request, first_id: int) -> list[LossScaler]:
 
 def _tensors(request: Request) -> list[Tensor]:
     of_models = [param for model in request.models for param in model.parameters()]
-    optimizers = [unwrap_optimizer(given) for given in request.optimizers]
+    optimizers = [unwrap_optimizer(outer) for outer in request.optimizers]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return of_models + [param for group in groups for param in group["params"]]
 

@@ -14,7 +14,6 @@ from ampatch.sweeps.files import FORMAT, JSON, to_csv, to_json
 from ampatch.sweeps.rows import Sweep
 from ampatch.sweeps.show.page import write_page
 from ampatch.tools.folder import is_locked, lock
-from ampatch.tools.packages import require
 
 TABLE, PAGE, LOGS = "sweep.csv", "sweep.html", "logs"
 DEFAULT = "ampatch-sweep"
@@ -62,7 +61,6 @@ def open_results(out: str | None, *, keep: bool = False) -> Iterator[Results]:
     if out is None:
         results, held = Results(None, Path(tempfile.mkdtemp(prefix=f"{DEFAULT}-"))), None
     else:
-        require("jinja2")  # of the page, which is written when all runs are through
         results, held = prepare(Path(out), keep)
     try:
         yield results

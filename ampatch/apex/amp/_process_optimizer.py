@@ -99,9 +99,9 @@ METHODS = {
 }
 
 
-def attach(given: object) -> list[weakref.ref[Optimizer]]:
+def attach(outer: object) -> list[weakref.ref[Optimizer]]:
     """Gives an initialized optimizer, or the one inside a wrapper, what apex gave it; returns which."""
-    optimizer = next((each for each in list_wrapped(given) if isinstance(each, Optimizer)), None)
+    optimizer = next((each for each in list_wrapped(outer) if isinstance(each, Optimizer)), None)
     if optimizer is None:
         return []
     vars(optimizer)["_amp_stash"] = AmpOptimizerState(optimizer)

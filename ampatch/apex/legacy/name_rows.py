@@ -16,16 +16,21 @@ OURS, SIX = f"{GONE}.functions", f"{GONE}.torch_six"
 CANVAS = "matplotlib.backends.backend_agg.FigureCanvasAgg"
 
 
-def renamed(place: str, since: str, /, *same: str, to: str = "", **names: str) -> list[Old]:
-    """Returns the rows of names with the new ones that stand in for them, here or in another place.
+def renamed(place: str, since: str, names: str, to: str = "") -> list[Old]:
+    """Returns the rows of names, each followed by that which stands in for it, here or in another place.
 
-    >>> [row.new for row in renamed("base64", "Python 3.9", encodestring="encodebytes")]
+    >>> [row.new for row in renamed("base64", "Python 3.9", "encodestring encodebytes")]
     ['base64.encodebytes']
     """
-    pairs = [*((name, name) for name in same), *names.items()]
-    return [
-        Old(f"{place}.{old}", since, f"{to or place}.{new}", f"{to or place}.{new}") for old, new in pairs
-    ]
+    words = names.split()
+    news = [f"{to or place}.{new}" for new in words[1::2]]
+    pairs = zip(words[::2], news, strict=True)
+    return [Old(f"{place}.{old}", since, new.removeprefix("builtins."), new) for old, new in pairs]
+
+
+def moved(place: str, since: str, names: str, to: str) -> list[Old]:
+    """Returns the rows of names that have another place."""
+    return [row for name in names.split() for row in renamed(place, since, f"{name} {name}", to)]
 
 
 def rewritten(place: str, since: str, /, **remedies: str) -> list[Old]:
@@ -33,20 +38,13 @@ def rewritten(place: str, since: str, /, **remedies: str) -> list[Old]:
     return [Old(f"{place}.{name}", since, remedy, f"{OURS}.{name}") for name, remedy in remedies.items()]
 
 
-def builtin(since: str, /, **names: str) -> list[Old]:
-    """Returns the rows of names of NumPy for what Python has by itself."""
-    return [Old(f"numpy.{old}", since, new, f"builtins.{new}") for old, new in names.items()]
-
-
+ABSTRACT = " ".join(sorted({*collections.abc.__all__} - {"Buffer"}))  # which came later
 PYTHON = (
-    # Buffer came later.
-    *renamed(
-        "collections", "Python 3.10", *sorted({*collections.abc.__all__} - {"Buffer"}), to="collections.abc"
-    ),
+    *moved("collections", "Python 3.10", ABSTRACT, "collections.abc"),
     Old("time.clock", "Python 3.8", "time.perf_counter", "time.perf_counter"),
     Old("fractions.gcd", "Python 3.9", "math.gcd", "math.gcd"),
     *rewritten("inspect", "Python 3.11", getargspec="inspect.getfullargspec"),
-    *renamed("base64", "Python 3.9", encodestring="encodebytes", decodestring="decodebytes"),
+    *renamed("base64", "Python 3.9", "encodestring encodebytes decodestring decodebytes"),
     Old("os.errno", "Python 3.7", "errno", "errno:"),
     *(
         [Old("cgi", "Python 3.13", "html.escape", f"{OURS}:")]  # nothing else of it
@@ -57,29 +55,28 @@ PYTHON = (
     Old("imp", "Python 3.12", "importlib"),
     Old("distutils", "Python 3.12", "packaging.version, or setuptools, which brings it back"),
 )
+BUILTIN = "float float int int object object str str complex complex unicode str"
+NUMPY_2 = """
+    float_ float64  complex_ complex128  unicode_ str_  string_ bytes_  Inf inf  Infinity inf  infty inf
+    PINF inf  NaN nan  NAN nan  product prod  cumproduct cumprod  sometrue any  alltrue all  round_ round
+    mat asmatrix  bool8 bool_  int0 intp  uint0 uintp  object0 object_  str0 str_  bytes0 bytes_
+    cfloat complex128  singlecomplex complex64  longfloat longdouble  issubsctype issubdtype
+    clongfloat clongdouble  longcomplex clongdouble  compare_chararrays char.compare_chararrays
+    byte_bounds lib.array_utils.byte_bounds  AxisError exceptions.AxisError
+    VisibleDeprecationWarning exceptions.VisibleDeprecationWarning
+    ComplexWarning exceptions.ComplexWarning  RankWarning exceptions.RankWarning
+"""
 NUMPY = (
-    *builtin("NumPy 1.24", float="float", int="int", object="object", str="str", complex="complex"),
-    *builtin("NumPy 1.24", unicode="str"),
-    *builtin("NumPy 1.24, until 2.0", bool="bool", long="int"),
-    *renamed(
-        *("numpy", "NumPy 2.0"),
-        **{"float_": "float64", "complex_": "complex128", "unicode_": "str_", "string_": "bytes_"},
-        **{"Inf": "inf", "Infinity": "inf", "infty": "inf", "PINF": "inf", "NaN": "nan", "NAN": "nan"},
-        **{"product": "prod", "cumproduct": "cumprod", "sometrue": "any", "alltrue": "all"},
-        **{"round_": "round", "mat": "asmatrix", "bool8": "bool_", "int0": "intp", "uint0": "uintp"},
-        **{"object0": "object_", "str0": "str_", "bytes0": "bytes_", "cfloat": "complex128"},
-        **{"singlecomplex": "complex64", "longfloat": "longdouble", "issubsctype": "issubdtype"},
-        **{"clongfloat": "clongdouble", "longcomplex": "clongdouble"},
-        compare_chararrays="char.compare_chararrays",
-        byte_bounds="lib.array_utils.byte_bounds",
-        VisibleDeprecationWarning="exceptions.VisibleDeprecationWarning",
-        ComplexWarning="exceptions.ComplexWarning",
-        RankWarning="exceptions.RankWarning",
-        AxisError="exceptions.AxisError",
-    ),
+    *renamed("numpy", "NumPy 1.24", BUILTIN, "builtins"),
+    *renamed("numpy", "NumPy 1.24, until 2.0", "bool bool long int", "builtins"),
+    *renamed("numpy", "NumPy 2.0", NUMPY_2),
     *rewritten(
-        *("numpy", "NumPy 2.0"),
-        **{"NINF": "-numpy.inf", "PZERO": "0.0", "NZERO": "-0.0", "msort": "numpy.sort(a, axis=0)"},
+        "numpy",
+        "NumPy 2.0",
+        NINF="-numpy.inf",
+        PZERO="0.0",
+        NZERO="-0.0",
+        msort="numpy.sort(a, axis=0)",
         asfarray="numpy.asarray(a, dtype=float)",
         cast="numpy.asarray(a, dtype)",
         find_common_type="numpy.result_type",
@@ -91,17 +88,18 @@ NUMPY = (
     Old("numpy.disp", "NumPy 2.0", "print"),
     Old("numpy.warnings", "NumPy 1.25", "warnings", "warnings:"),
     Old("numpy.linalg.linalg", "NumPy 2.4", "numpy.linalg", "numpy.linalg:"),
-    *builtin("NumPy 1.23", alen="len"),
-    *renamed("numpy", "NumPy 1.18", rank="ndim"),
-    *renamed("numpy", "NumPy 1.25", typeDict="sctypeDict"),
+    *renamed("numpy", "NumPy 1.23", "alen len", "builtins"),
+    *renamed("numpy", "NumPy 1.18", "rank ndim"),
+    *renamed("numpy", "NumPy 1.25", "typeDict sctypeDict"),
     *rewritten(
-        *("numpy.ndarray", "NumPy 2.0"),
+        "numpy.ndarray",
+        "NumPy 2.0",
         ptp="numpy.ptp(array)",
         itemset="array[index] = value",
         newbyteorder="array.view(array.dtype.newbyteorder(order))",
     ),
     *rewritten("numpy.ndarray", "NumPy 2.3", tostring="array.tobytes()"),
-    *renamed("numpy", "NumPy 2.4", trapz="trapezoid"),
+    *renamed("numpy", "NumPy 2.4", "trapz trapezoid"),
     *rewritten("numpy", "NumPy 2.4", in1d="numpy.isin"),
     *rewritten("numpy", "NumPy 1.23", asscalar="array.item()"),
     Old("numpy.math", "NumPy 2.0", "math", "math:"),
@@ -122,14 +120,15 @@ TORCH = (
     Old("torch.gesv", "torch 1.2", f"torch.linalg.solve, {OTHER_WAY}", f"{OURS}.solve"),
     Old("torch.lstsq", "torch 1.13", f"torch.linalg.lstsq, {OTHER_WAY}"),
     Old("torch.gels", "torch 1.3", f"torch.linalg.lstsq, {OTHER_WAY}"),
-    *renamed("torch", "torch 1.13", matrix_rank="linalg.matrix_rank"),
+    *renamed("torch", "torch 1.13", "matrix_rank linalg.matrix_rank"),
     Old("torch.potrf", "torch 1.2", "torch.linalg.cholesky"),
     Old("torch.potrs", "torch 1.2", "torch.cholesky_solve"),
     Old("torch.trtrs", "torch 1.2", "torch.linalg.solve_triangular"),
     Old("torch.btrifact", "torch 1.2", "torch.linalg.lu_factor"),
     Old("torch.btrisolve", "torch 1.2", "torch.linalg.lu_solve"),
     *rewritten(
-        *("torch", "torch 1.8"),
+        "torch",
+        "torch 1.8",
         rfft="torch.fft.rfftn, which is complex",
         irfft="torch.fft.irfftn, which takes complex numbers",
         ifft="torch.fft.ifftn, which takes complex numbers",
@@ -153,48 +152,41 @@ TORCH = (
     Old("torch.cuda.amp.GradScaler", "torch 2.4", 'torch.amp.GradScaler("cuda")', status=WARNS),
     Old("torch.cuda.amp.autocast", "torch 2.4", 'torch.autocast("cuda")', status=WARNS),
 )
+WINDOWS = "gaussian hann hamming blackman kaiser tukey triang boxcar"
+METRICS = """
+    compare_psnr peak_signal_noise_ratio  compare_mse mean_squared_error  compare_nrmse normalized_root_mse
+"""
 OTHERS = (
-    *renamed("PIL.Image", "Pillow 10", ANTIALIAS="LANCZOS", LINEAR="BILINEAR", CUBIC="BICUBIC"),
-    *renamed("PIL", "Pillow 9", PILLOW_VERSION="__version__"),
+    *renamed("PIL.Image", "Pillow 10", "ANTIALIAS LANCZOS LINEAR BILINEAR CUBIC BICUBIC"),
+    *renamed("PIL", "Pillow 9", "PILLOW_VERSION __version__"),
     *(Old(f"scipy.misc.{name}", "SciPy 1.3", f"imageio.{name}") for name in ("imread", "imsave")),
     Old("scipy.misc.imresize", "SciPy 1.3", "PIL.Image.Image.resize"),
     Old("scipy.misc.logsumexp", "SciPy 1.3", "scipy.special.logsumexp"),
     *rewritten("PIL.ImageDraw.ImageDraw", "Pillow 10", textsize="draw.textbbox((0, 0), text)"),
     *rewritten("PIL.ImageFont.FreeTypeFont", "Pillow 10", getsize="font.getbbox(text)"),
-    *renamed(
-        *("scipy.signal", "SciPy 1.13"),
-        *("gaussian", "hann", "hamming", "blackman", "kaiser", "tukey", "triang", "boxcar"),
-        to="scipy.signal.windows",
-    ),
-    *renamed(
-        *("scipy.integrate", "SciPy 1.14"),
-        **{"trapz": "trapezoid", "simps": "simpson", "cumtrapz": "cumulative_trapezoid"},
-    ),
-    *renamed("scipy", "SciPy 1.12", "interp", to="numpy"),
-    *renamed(
-        *("skimage.measure", "scikit-image 0.18"),
-        to="skimage.metrics",
-        compare_psnr="peak_signal_noise_ratio",
-        compare_mse="mean_squared_error",
-        compare_nrmse="normalized_root_mse",
-    ),
+    *moved("scipy.signal", "SciPy 1.13", WINDOWS, "scipy.signal.windows"),
+    *renamed("scipy.integrate", "SciPy 1.14", "trapz trapezoid simps simpson cumtrapz cumulative_trapezoid"),
+    *moved("scipy", "SciPy 1.12", "interp", "numpy"),
+    *renamed("skimage.measure", "scikit-image 0.18", METRICS, "skimage.metrics"),
     *rewritten("skimage.measure", "scikit-image 0.18", compare_ssim="skimage.metrics.structural_similarity"),
     *rewritten(CANVAS, "matplotlib 3.10", tostring_rgb="canvas.buffer_rgba()"),
     Old("sklearn.externals.joblib", "scikit-learn 0.23", "joblib", "joblib:"),
     Old("sklearn.externals.six", "scikit-learn 0.23", "six", "six:"),
     Old(
-        *("sklearn.utils.linear_assignment_", "scikit-learn 0.23", "scipy.optimize.linear_sum_assignment"),
+        "sklearn.utils.linear_assignment_",
+        "scikit-learn 0.23",
+        "scipy.optimize.linear_sum_assignment",
         f"{OURS}:",
     ),
     Old("sklearn.cross_validation", "scikit-learn 0.20", "sklearn.model_selection"),
     Old("sklearn.datasets.fetch_mldata", "scikit-learn 0.22", "sklearn.datasets.fetch_openml"),
-    *renamed(
-        "torchvision.transforms", "torchvision 0.12", Scale="Resize", RandomSizedCrop="RandomResizedCrop"
-    ),
+    *renamed("torchvision.transforms", "torchvision 0.12", "Scale Resize RandomSizedCrop RandomResizedCrop"),
     Old("torchvision.models.utils", "torchvision 0.11", "torch.hub.load_state_dict_from_url", "torch.hub:"),
     Old(
-        *("torchvision.transforms.functional_tensor", "torchvision 0.17"),
-        *("torchvision.transforms.functional", "torchvision.transforms._functional_tensor:"),
+        "torchvision.transforms.functional_tensor",
+        "torchvision 0.17",
+        "torchvision.transforms.functional",
+        "torchvision.transforms._functional_tensor:",
     ),
     *(
         Old(f"torchvision.models.{of}.model_urls", "torchvision 0.15", "weights=", f"{GONE}.model_urls.{of}")

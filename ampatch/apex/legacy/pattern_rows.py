@@ -20,16 +20,20 @@ NEGATED = perhaps("-mask", "torch 1.2", "~mask, if it is a tensor", error="on a 
 INVERTED = perhaps("~x.byte()", "torch 1.2", "~x.bool(), as ~1 of bytes is 254, which masks as well")
 MASK = perhaps("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", error="supports boolean masks")
 CLAMP = perhaps(
-    *("ids.clamp_(0, size)", "torch 1.11", "ids.clamp_(0, int(size)), if they are integers"),
+    "ids.clamp_(0, size)",
+    "torch 1.11",
+    "ids.clamp_(0, int(size)), if they are integers",
     error="can't be cast to the desired output type",
 )
 LOAD = perhaps(
-    *("torch.load(...)", "torch 2.6", "weights_only=False, if you trust the file, which can run any code"),
+    "torch.load(...)",
+    "torch 2.6",
+    "weights_only=False, if you trust the file, which can run any code",
     error="Weights only load failed",
 )
 VARIABLE = perhaps("type(x) == Variable", "torch 0.4", "isinstance(x, torch.Tensor)")
 PART = perhaps(
-    *("q *= n of x.chunk(k)", "torch 1.8 or later", "q = q * n"), error="views to be modified inplace"
+    "q *= n of x.chunk(k)", "torch 1.8 or later", "q = q * n", error="views to be modified inplace"
 )
 DIVISION = Old("ids / n", "torch 1.6", "ids // n, if they are integers", status=MAY_BREAK)
 VERBOSE = mended("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()")
@@ -45,7 +49,8 @@ FUNCTION = Old(
 )
 VOLATILE = Old("volatile=", "torch 0.4", "with torch.no_grad():, as it has no effect", status=WARNS)
 EARLY_STEP = Old(
-    *("scheduler.step() before training", "torch 1.1"),
+    "scheduler.step() before training",
+    "torch 1.1",
     "it after optimizer.step(), else the first learning rate is skipped",
     status=WARNS,
 )
@@ -62,17 +67,21 @@ RAGGED = perhaps(
 )
 COPY = perhaps("numpy.array(copy=False)", "NumPy 2.0", "numpy.asarray", error="Unable to avoid copy")
 NUMPY_LOAD = perhaps(
-    *("numpy.load(...)", "NumPy 1.16.3"),
+    "numpy.load(...)",
+    "NumPy 1.16.3",
     "allow_pickle=True, if it holds objects and you trust the file, which can run any code",
     error="allow_pickle",
 )
 SAMPLE = mended("random.sample(set(...), k)", "Python 3.11", "random.sample(sorted(...), k)")
 LIBROSA = mended(
-    *("librosa.filters.mel(sr, n_fft)", "librosa 0.10"),
+    "librosa.filters.mel(sr, n_fft)",
+    "librosa 0.10",
     "names for all but the first argument: sr=sr, n_fft=n_fft",
 )
 COLORS = perhaps(
-    *('prop_cycle.by_key()["color"]', "matplotlib 3.11", "matplotlib.colors.to_hex(color)"),
+    'prop_cycle.by_key()["color"]',
+    "matplotlib 3.11",
+    "matplotlib.colors.to_hex(color)",
     error="int() can't convert non-string with explicit base",
 )
 YAML = mended("yaml.load(file)", "PyYAML 6", "yaml.safe_load")

@@ -131,14 +131,14 @@ def find_rank(node: ast.AST) -> str:
 
 def calls(node: ast.Call, names: Names) -> Iterator[Old]:
     """Yields the rows that a call is an example of."""
-    given, functions = {each.arg for each in node.keywords}, names.resolve(node.func)
+    passed, functions = {each.arg for each in node.keywords}, names.resolve(node.func)
     for row, function, keyword in NEEDED:
-        if {*functions} == {function} and keyword not in given:
+        if {*functions} == {function} and keyword not in passed:
             yield row
-    if {*functions} == {"yaml.load"} and len(node.args) == 1 and "Loader" not in given:
+    if {*functions} == {"yaml.load"} and len(node.args) == 1 and "Loader" not in passed:
         yield rows.YAML
     for row, place, keyword in TAKEN:
-        if keyword in given and (not place or any((name or "").startswith(place) for name in functions)):
+        if keyword in passed and (not place or any((name or "").startswith(place) for name in functions)):
             yield row
     match node:
         case ast.Call(ast.Attribute(iterator, "next"), []):

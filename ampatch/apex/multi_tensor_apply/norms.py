@@ -30,12 +30,13 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     is 0. A complex tensor counts as its real and imaginary parts.
     """
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    # An empty one has no infinity norm in torch.
-    result = [tensor.new_zeros((), dtype=compute_type(tensor.dtype)) for tensor in real]
+    result: list[Tensor | None] = [None] * len(real)
     by_kind: dict[Kind, list[int]] = defaultdict(list)
     for index, tensor in enumerate(real):
         if tensor.numel():
             by_kind[kind_of(tensor)].append(index)
+        else:  # has no infinity norm in torch
+            result[index] = tensor.new_zeros((), dtype=compute_type(tensor.dtype))
     for (_, dtype, is_wrapped), indices in by_kind.items():
         group, wide = [real[index] for index in indices], compute_type(dtype)
         if is_wrapped:
@@ -44,7 +45,7 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
             group_norms = torch._foreach_norm(group, order, dtype=wide)
         for index, norm in zip(indices, group_norms, strict=True):
             result[index] = norm
-    return result
+    return result  # type: ignore[return-value]
 
 
 def total_norm(parts: Sequence[Tensor], device: torch.device | None = None) -> Tensor:

@@ -182,13 +182,15 @@ class _AlwaysAffine(nn.Module):
     """Takes no `elementwise_affine=False`: the weight decides the type of the output."""
 
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
     ) -> None:
-        name = type(self).__name__
-        is_affine = kwargs.pop("elementwise_affine", True)
-        if kwargs:
-            raise amp.AmpTypeError(f"{name}: unknown argument {', '.join(map(repr, sorted(kwargs)))}")
-        if not is_affine:
+        if not elementwise_affine:
+            name = type(self).__name__
             raise amp.AmpValueError(
                 f"{name} does not support elementwise_affine=False: its weight decides the type of its "
                 f"output; use {name.removeprefix('Mixed')}"

@@ -59,8 +59,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[int, list[str]]:
         return int(value), list(script)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world-size", default=os.environ.get("WORLD_SIZE"))
-    given = parser.parse_known_args(arguments)[0].world_size
-    return int(given or torch.cuda.device_count() or 1), list(arguments)
+    asked_for = parser.parse_known_args(arguments)[0].world_size
+    return int(asked_for or torch.cuda.device_count() or 1), list(arguments)
 
 
 def child_command(own: Sequence[str]) -> list[str]:

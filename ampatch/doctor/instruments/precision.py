@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -135,30 +135,20 @@ class LoweredRates(Instrument):
             group["lr"] = rate
 
 
-class Keeper:
-    """Has modules, named by their dotted paths, run without autocast on float32 inputs, until undone.
-
-    Its hooks run after those of the clock.
-    """
+class Keeper(Instrument):
+    """Has modules, named by their paths, run in float32 under torch.autocast, by the lines of `Keep`."""
 
     def __init__(self, names: Collection[str], clock: Clock) -> None:
-        self._names, self._clock = names, clock
-        self._open: list[tuple[Module, ExitStack]] = []
-        clock.undo.callback(register_module_forward_pre_hook(self._enter).remove)
-        clock.undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        super().__init__(clock)
+        self._names, self._models = names, 0
 
-    def _enter(self, module: Module, args: tuple) -> tuple | None:
-        place, device = self._clock.models.place, device_of(module).type
-        if place is None or place.module not in self._names or not torch.is_autocast_enabled(device):
-            return None
-        context = ExitStack()
-        context.enter_context(torch.autocast(device, enabled=False))
-        self._open.append((module, context))
-        return tree_map_only(Tensor, lambda it: it.float() if it.is_floating_point() else it, args)
-
-    def _leave(self, module: Module, *_: object) -> None:
-        if self._open and self._open[-1][0] is module:
-            self._open.pop()[1].close()
+    def enter_model(self, model: Module, args: tuple) -> None:
+        """Wraps those of a model that runs for the first time."""
+        for root in self.clock.models.roots[self._models :]:
+            for part in (it for name, it in root.named_modules() if name in self._names):
+                kind = device_of(part).type
+                part.forward = torch.amp.custom_fwd(part.forward, device_type=kind, cast_inputs=torch.float32)
+        self._models = len(self.clock.models.roots)
 
 
 class Oversized(Instrument):

@@ -40,15 +40,20 @@ from ampatch.doctor.instruments.values import (
 
 
 class Trace(Rule):
-    """Watches the attempts in `window`, None: all; after it the script ends, unless it `goes_on`."""
+    """Watches the attempts in `window`, None: all; unless it `goes_on`, it ends after them and `last`."""
 
     looks_inside = True
 
     def __init__(
-        self, tape: Tape, window: Collection[int] | None, goes_on: bool = False, is_brief: bool = False
+        self,
+        tape: Tape,
+        window: Collection[int] | None,
+        goes_on: bool = False,
+        is_brief: bool = False,
+        last: int = 0,
     ) -> None:
         super().__init__(tape)
-        self.window, self.goes_on = window, goes_on
+        self.window, self.goes_on, self._last = window, goes_on, max(last, *window or (0,))
         self._most = MOST_MICRO_STEPS if is_brief else math.inf  # backward passes of an attempt
         self.origins, self.models = Origins(), self.clock.models
         self._begin_window()
@@ -159,7 +164,7 @@ class Trace(Rule):
             lost = (*(it for it in weights if not is_finite(it)), *self.models.lost_buffers())
             self.origins.reach(self.tape.origins_of(*lost))
         self.origins.end_attempt()
-        if self.window is not None and self.origins.attempt > max(self.window) and not self.goes_on:
+        if self.window is not None and self.origins.attempt > self._last and not self.goes_on:
             raise ops.Enough
         self._begin_window()
 
@@ -231,6 +236,7 @@ class Trace(Rule):
             is_scaling = call.phase == "loss" and call.op == "mul" and places.is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
             more["region"] = self._region(call, operation)
+            call.facts["casts"] = call.op in ops.CASTING
             marks = marks | {self.origins.add(call, damage, **more)}
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)

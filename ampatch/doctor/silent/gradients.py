@@ -15,6 +15,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.values import plain
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.suspects import is_sample
 
 SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
 NORMAL = 2.0**-14  # the smallest that float16 holds with all of its digits
@@ -26,17 +27,6 @@ COARSE = 0.25  # of what float32 has is far off
 NOISE = 1e-7  # times the largest gradient of the model: what float32 rounds
 SAME_LOSS = 0.05
 NEAR = 0.8  # of the worst is as good: an early attempt costs less
-
-
-def is_sample(attempt: int) -> bool:
-    """Says whether the gradients of an attempt are looked at: all at first, and then ever fewer.
-
-    >>> [attempt for attempt in range(40) if is_sample(attempt)]
-    [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
-    """
-    while attempt > 3 and attempt % 2 == 0:
-        attempt //= 2
-    return attempt <= 3
 
 
 class Ranges(Instrument, amp.Observer):

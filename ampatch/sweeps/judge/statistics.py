@@ -18,6 +18,9 @@ from ampatch.sweeps.rows import Distance, Run
 LEAST_SPREAD = 0.001
 GUESSED_SPREAD = 0.005
 CLEAR = 0.1
+# A single move may be small by chance: Student's t of one degree of freedom has at 12.7 deviations what a
+# normal deviate has at 2.
+OF_ONE_MOVE = 6.35
 # A loss that fell to less than this part of its first value has arrived at zero.
 ARRIVED = 0.001
 SMALLEST = 1e-37  # what is smaller is 0 in float32
@@ -162,10 +165,11 @@ def doubt_of(baseline: Sample, value: float, unit: str, tolerance: float) -> flo
     """Returns the difference up to which one seed cannot tell that a value is worse.
 
     That is one sample, where the values are parts of so many, and what drawing these again would change in as
-    many spreads as are allowed (the deviation of a binomial); where nothing else is known, a tenth of O0's
-    value.
+    many spreads as are allowed (the deviation of a binomial). Where nothing else is known it is a tenth of
+    O0's value, and where one move is known, as many spreads as a single one can tell.
     """
-    guess = CLEAR * baseline.size if unit == "percent" else 0.0
+    guesses = {"percent": CLEAR * baseline.size, "runs": OF_ONE_MOVE * tolerance * baseline.spread()[0]}
+    guess = guesses.get(unit, 0.0)
     part, count = baseline.value, count_samples(baseline.value, value)
     if not count:
         return guess
@@ -238,7 +242,10 @@ def sample_of(runs: Sequence[Run], metric: str | None = None) -> Sample:
 def with_moves(
     sample: Sample, baseline: Sequence[Run], yardstick: Sequence[Run], metric: str | None
 ) -> Sample:
-    """Adds how far autocast went from O0, and the repeats of O0 from each other."""
+    """Adds how far autocast went from O0, and the repeats of O0 from each other.
+
+    Those that came to the same to the last bit say that nothing was drawn, and nothing about chance.
+    """
     if sample.value is None or not math.isfinite(sample.value):
         return sample
     other = finite(sample_of(yardstick, metric).value)
@@ -248,7 +255,7 @@ def with_moves(
         repeats = [value for value in own if finite(value) is not None]
         if len(repeats) > 1:
             moves.append(deviation(repeats))
-    return replace(sample, moves=max(moves, default=None))
+    return replace(sample, moves=max(moves, default=0.0) or None)
 
 
 def by_seed(runs: Iterable[Run], read: Callable[[Run], float | None]) -> tuple[float, ...]:

@@ -33,7 +33,8 @@ def summarize(settings: Settings, environment: Environment, runs: Sequence[Run])
     names = dict.fromkeys([*settings.rows, *(run.row for run in runs)])
     # By seed and repeat, so that the order in which they came changes nothing.
     ordered = sorted(runs, key=lambda run: (run.seed, run.repeat))
-    baseline, yardstick = finished(ordered, BASELINE), finished(ordered, AUTOCAST)
+    baseline = finished(ordered, BASELINE)
+    yardstick = [run for run in finished(ordered, AUTOCAST) if not (run.uncast or run.read)]
     levels = []
     for name in names:
         own = [run for run in ordered if run.row == name]

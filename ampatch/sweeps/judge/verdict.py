@@ -17,7 +17,7 @@ RISE = 0.1
 ROUNDED, TINY = 2**-8, 1e-7
 OWN_FILES = "give each run files of its own, with {run} in the arguments of the script, or --isolate"
 OTHER_LENGTH = 0.9  # of the steps of O0: scripts that stop early stop a little apart
-CUT_SHORT = "cut short, which --levels with the level's name does not do"
+CUT_SHORT = "cut short; levels that --levels names are not"
 NAMED = 2  # losses and metrics that a reason names
 SLOWER = 1.5  # times the time of O0 a step: less is not slow enough to be told after few steps
 

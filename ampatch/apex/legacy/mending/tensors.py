@@ -55,7 +55,7 @@ class LegacyMode(TorchFunctionMode):
         self, func: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None
     ) -> object:
         """Calls a function of torch; an argument that it no longer takes is changed first."""
-        given = kwargs or {}
+        named = kwargs or {}
         original = original_of(func)
         if original is Tensor.__getitem__ and is_first_of_none(*args):
             self._notices.warn(rows.NUMBER)
@@ -67,22 +67,22 @@ class LegacyMode(TorchFunctionMode):
             self._notices.warn(rows.INVERTED)  # a mask, as pictures have other bytes
             return 1 - args[0]
         if original in MASKS:
-            args, given = self._with_masks(*MASKS[original], args, given)
+            args, named = self._with_masks(*MASKS[original], args, named)
         if original in SPLITS and args:
-            return split_apart(func(*args, **given), *args, **given)
+            return split_apart(func(*args, **named), *args, **named)
         if original in IN_PLACE and hasattr(args[0], IS_PART):
             self._notices.warn(rows.PART)
         if original in CLAMPS and args and is_integral(args[0]):
-            args, given = self._with_whole_limits(args, given)
+            args, named = self._with_whole_limits(args, named)
         if original is Tensor.view and not args[0].is_contiguous():
-            return self._view(*args, **given)
-        if original in STFT and given.get("return_complex") is None and not args[0].is_complex():
+            return self._view(*args, **named)
+        if original in STFT and named.get("return_complex") is None and not args[0].is_complex():
             self._notices.warn(rows.STFT)
-            return torch.view_as_real(func(*args, **{**given, "return_complex": True}))
+            return torch.view_as_real(func(*args, **{**named, "return_complex": True}))
         if original in ISTFT and args and not args[0].is_complex():
             self._notices.warn(rows.STFT)
             args = (torch.view_as_complex(args[0].contiguous()), *args[1:])
-        return func(*args, **given)
+        return func(*args, **named)
 
     def _with_masks(self, place: int, name: str, args: tuple, kwargs: Mapping) -> tuple[tuple, Mapping]:
         """Returns arguments with a mask in the place of one of bytes, or of several in an index."""

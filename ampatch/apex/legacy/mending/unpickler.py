@@ -20,11 +20,10 @@ What is loaded is data all the same: a script that calls a method of it calls it
 from __future__ import annotations
 
 import enum
-import functools
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import IO
 
 import numpy as np
@@ -150,17 +149,18 @@ class Unpickler(pickle._Unpickler):  # the one in Python: that in C lets nobody 
         elif state:
             self._refuse(f"slots of {name_of(kind)}")
 
-    def _filler(self, name: str, items: list) -> Callable | None:
-        """Returns the method that puts items into what is on the stack; None if it takes none."""
+    def _put(self, method: str, keys: list, calls: Iterable[tuple]) -> None:
+        """Calls a method of the builtin type below on what is on the stack, if that takes such items."""
         target = self.stack[-1]
         kind, base = type(target), builtin_of(type(target))
         if kind is Unknown:
-            return None
+            return
         is_ours = kind in self._made or kind.__module__ in ("builtins", "collections")
-        if not is_ours or not hasattr(base, name) or not is_data(items):
+        if not is_ours or not hasattr(base, method) or not is_data(keys):
             self._refuse(f"items of {name_of(kind)}")
-            return None
-        return functools.partial(getattr(base, name), target)
+            return
+        for arguments in calls:
+            getattr(base, method)(target, *arguments)
 
     def load_reduce(self) -> None:
         """Calls what is on the stack."""
@@ -180,37 +180,27 @@ class Unpickler(pickle._Unpickler):  # the one in Python: that in C lets nobody 
     def load_setitems(self) -> None:
         """Fills a dict."""
         items = self.pop_mark()
-        put = self._filler("__setitem__", items[::2])
-        for key, value in zip(items[::2], items[1::2], strict=True) if put else ():
-            put(key, value)
+        self._put("__setitem__", items[::2], zip(items[::2], items[1::2], strict=True))
 
     def load_setitem(self) -> None:
         """Puts one item into a dict."""
         value, key = self.stack.pop(), self.stack.pop()
-        put = self._filler("__setitem__", [key])
-        if put:
-            put(key, value)
+        self._put("__setitem__", [key], [(key, value)])
 
     def load_appends(self) -> None:
         """Fills a list."""
         items = self.pop_mark()
-        put = self._filler("extend", [])
-        if put:
-            put(items)
+        self._put("extend", [], [(items,)])
 
     def load_append(self) -> None:
         """Puts one item into a list."""
         item = self.stack.pop()
-        put = self._filler("extend", [])
-        if put:
-            put([item])
+        self._put("extend", [], [([item],)])
 
     def load_additems(self) -> None:
         """Fills a set."""
         items = self.pop_mark()
-        put = self._filler("add", items)
-        for item in items if put else ():
-            put(item)
+        self._put("add", items, [(item,) for item in items])
 
     def load_frozenset(self) -> None:
         """Makes a frozenset."""
