@@ -202,6 +202,26 @@ def test_a_plain_backward_adds_to_what_a_rank_kept(level, loss_scale, is_read, c
         run.step(BATCHES[0] + count * BATCHES[1] + BATCHES[2])
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0, amp.DynamicLossScale(SCALE)], ids=str)
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_what_a_rank_keeps_is_added_to_what_was_there(level, loss_scale, is_read, is_averaged, one_rank):
+    run = Beside(level, loss_scale=loss_scale)
+    wrapped = torch.nn.parallel.DistributedDataParallel(run.model)
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        run_block(wrapped, run.optimizer, BATCHES[0])
+        with wrapped.no_sync():
+            run_block(wrapped, run.optimizer, BATCHES[1])
+            if is_read:
+                assert snapshot(run.grad) == snapshot(BATCHES[0] + BATCHES[1])
+            run_block(wrapped, run.optimizer, BATCHES[2])
+        if is_averaged:
+            run_block(wrapped, run.optimizer, BATCHES[3])
+        run.step(BATCHES[0] + BATCHES[1] + BATCHES[2] + is_averaged * BATCHES[3])
+
+
 @LEVELS
 def test_a_block_at_another_scale_adds_to_what_a_rank_kept(level, one_rank):
     run = Beside(level, loss_scale=128.0, num_losses=2)

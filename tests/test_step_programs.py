@@ -317,7 +317,7 @@ class Program:
                 hand.end(named, now, aside[:count], waits_for_check=waits)
 
     def do_block_that_names_one(self):
-        self.do_block(names_one=True)
+        self.do_block([first := self.dice.randrange(MODELS), 1 - first], names_one=True)
 
     def do_block_that_raises(self):
         self.do_block(raises=True)

@@ -115,6 +115,13 @@ def test_a_long_metric_is_headed_by_lines_of_eight_characters_or_whole_words():
     assert heading_of("validation_perplexity") == "validation_\nperplexity"
 
 
+def test_what_holds_of_several_rows_is_said_once():
+    slow = [record(name, outcome=Ending.CUT, **times((9999.0, 9900.0, 9999.9))) for name in ("O1", "O4")]
+    output = write(sweep(record("O0"), *slow))
+    assert "\nO1, O4 slow: cut short; levels that --levels names are not\n" in output
+    assert "(log" not in output  # it did not fail
+
+
 def test_a_row_that_was_not_run_says_so():
     found = summarize(Settings("train.py", (), ("O0", "O1")), ENVIRONMENT, [record("O0")])
     assert cells(write(found), "O1")[-2:] == ["not", "run"]
@@ -134,7 +141,7 @@ def test_the_caption_says_how_the_columns_were_measured():
     assert "peak MiB: device memory." in said
     assert "in spreads (the standard deviation of O0 over the seeds); below -2 is worse" in said
     said = sentence_of(write(sweep(record("O0"), record("O1"), tolerance=3.5)))
-    assert "losses, or what its last values vary or 0.5 % of O0's value); below -3.5 is worse" in said
+    assert "losses and the deviation of its last values; 0.5 % of O0's value); below -3.5 is worse" in said
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,10 @@ amp.uninitialize()
 trainer.train()
 assert amp.state_dict()["loss_scaler0"]["unskipped"] == 32
 """
+SCORES = """
+scores = model(input_ids=tokens[:2]).logits
+assert (amp.get_loss_scale(), scores.dtype) == (1.0, torch.float32)
+"""
 ALL_SKIPPED = {
     "opt_level": "O2",
     "loss_scale": amp.DynamicLossScale(init_scale=2.0**30, max_scale=2.0**30, min_scale=2.0**30),
@@ -290,7 +294,10 @@ OTHERS = {
         "intervals": (partial(run, **ALL_SKIPPED), recipe("lightning", INTERVALS) + COUNTS),
         "life": (partial(run, **SEVERAL), recipe("lightning") + LIFE),
     },
-    "transformers": {"twice": (partial(run, **SEVERAL), recipe("transformers") + TWICE)},
+    "transformers": {
+        "twice": (partial(run, **SEVERAL), recipe("transformers") + TWICE),
+        "outputs": (run, recipe("transformers") + SCORES),
+    },
     "timm": {"averages": (partial(run, opt_level="O5"), AVERAGES)},
 }
 

@@ -18,6 +18,7 @@ from ampatch import __version__
 from ampatch.apex.script import Script
 from ampatch.sweeps.measure.load import find_cpus, read_text
 from ampatch.sweeps.rows import Environment, Run
+from ampatch.sweeps.switches import find_file
 
 GIT_SECONDS = 10
 CPUS = Path("/proc/cpuinfo")
@@ -26,10 +27,11 @@ HALF_FLAGS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "asimdhp", "
 
 def collect(script: Script) -> Environment:
     """Looks around; what cannot be found out is left out, and nothing raises."""
+    folder = find_file(script).parent
     return Environment(
         created=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=command_as_typed(),
-        commit=find_commit(find_folder(script)),
+        commit=find_commit(folder if folder.is_dir() else Path()),
         device="cpu",
         **describe_machine(),
     )
@@ -66,14 +68,6 @@ def command_as_typed() -> str:
 def with_device(environment: Environment, runs: Iterable[Run]) -> Environment:
     """Adds the device that the runs were on: asked for here, a GPU would lose memory to this process."""
     return replace(environment, device=next((run.device for run in runs if run.device != "cpu"), "cpu"))
-
-
-def find_folder(script: Script) -> Path:
-    """Returns the folder that a script is in; of a module, the working directory."""
-    path = Path(script.name)
-    if script.is_module or not path.exists():
-        return Path()
-    return path if path.is_dir() else path.parent
 
 
 def find_commit(folder: Path) -> str | None:

@@ -54,9 +54,9 @@ def sweep(
 
     `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) of the run whatever it is
     given, and trains. Its metrics are those that it passes to `report`, or returns as a dict. The sweep seeds
-    everything by `seed`, from 0 up, before the call. `levels` (None: all that run here) and `variants` are
-    those of the command line, as are the other arguments: `steps` and `warmup` count steps, `timeout`
-    seconds, `tolerance` spreads of O0.
+    everything by `seed`, from 0 up, before the call. `levels` (None: all that run here, cut short where they
+    are slow) and `variants` are those of the command line, as are the other arguments: `steps` and `warmup`
+    count steps, `timeout` seconds, `tolerance` spreads of O0.
 
     Each run has its own process, which imports the function by its name. With `processes=False` all are in
     this one, as by default those of a function that no other process can import: of a notebook, or a

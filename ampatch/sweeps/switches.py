@@ -35,7 +35,7 @@ def find_switches(script: Script) -> list[str]:
 
 
 def find_file(script: Script) -> Path:
-    """Returns the file that is run; of a module, the one that is found from the working directory."""
+    """Returns the file that is run; of a module, the one that is to be found from the working directory."""
     path = Path(*script.name.split(".")) if script.is_module else Path(script.name)
     if path.is_dir():
         return path / "__main__.py"

@@ -53,7 +53,9 @@ def advise(
     sentences = [reason]
     if row is not None:
         chosen = find_level(rows, row)
-        sentences += [about_equals(chosen, others), about_disturbed(others), about_autocast(chosen, rows)]
+        sentences += [about_equals(chosen, others), about_autocast(chosen, rows)]
+    if outcome is Outcome.TAKE:
+        sentences.append(about_disturbed(others))
     if any(row.verdict in JUDGED for row in others):
         sentences += [about_seeds(settings, runs) if row else "", about_metrics(runs)]
     sentences.append(about_the_rest(settings, runs))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from ampatch.sweeps.judge.statistics import deviation, mean
 from ampatch.sweeps.measure.curve import CurveBuilder, averaged, mean_by_step
 from ampatch.sweeps.rows import LAST_LOSSES
 from ampatch.tools.tensors import read_numbers
@@ -59,18 +59,11 @@ class Losses:
         known = bool(lasts) and all(len(last) > 1 for last in lasts)
         return {
             "losses": {loss_id: averaged(curve) for loss_id, curve in curves.items()},
-            "first_loss": mean_of([mean_of(curve.values[:LAST_LOSSES]) for curve in curves.values()]),
-            "final_loss": mean_of(list(map(mean_of, lasts))),
+            "first_loss": mean([mean(curve.values[:LAST_LOSSES]) for curve in curves.values()]),
+            "final_loss": mean(list(map(mean, lasts))),
             "loss_noise": math.hypot(*map(_standard_error, lasts)) / len(lasts) if known else None,
         }
 
 
-def _standard_error(values: Collection[float]) -> float:
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    return statistics.stdev(values) / math.sqrt(len(values))
-
-
-def mean_of(values: Collection[float]) -> float | None:
-    """Returns the mean, None of no values; `fmean` would raise for inf and -inf."""
-    return sum(values) / len(values) if values else None
+def _standard_error(values: Sequence[float]) -> float:
+    return deviation(values) / math.sqrt(len(values))

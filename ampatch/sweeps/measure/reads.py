@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ampatch.apex.script import Script
 from ampatch.sweeps.rows import Training
 
 # Nothing that is trained is kept there, and what is there is made once for all runs.
@@ -103,11 +102,6 @@ class Audit:
         """Passes an event on."""
         if event == "open" and self.listener is not None:
             self.listener(event, arguments)
-
-
-def folders_of(script: Script) -> tuple[Path, ...]:
-    """Returns where a script reads and writes by default: in the working directory, and its own."""
-    return (Path(), Path()) if script.is_module else (Path(), Path(script.name).parent)
 
 
 def is_changed(path: str, old: int, began: int) -> bool:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -17,10 +18,11 @@ import ampatch as amp
 from ampatch import apex
 from ampatch.apex.run_command import advice
 from ampatch.sweeps.files import to_plain
-from ampatch.sweeps.measure.reads import Audit, ReadWatch, folders_of
+from ampatch.sweeps.measure.reads import Audit, ReadWatch
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
 from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes.ranks import own_part
+from ampatch.sweeps.switches import find_file
 from ampatch.tools.log_file import line_of
 from ampatch.tools.seeds import set_seeds, shifted_seeds
 
@@ -37,7 +39,7 @@ def carry_out(run: PlannedRun) -> None:
     """
     process = os.getpid()
     audit = Audit()
-    audit.listener = ReadWatch(run.earlier, folders_of(run.script))
+    audit.listener = ReadWatch(run.earlier, (Path(), find_file(run.script).parent))
     # A script that goes on after its last step, whatever is raised, may have to be ended by force.
     recorder = Recorder(run.steps, lambda: write(run, recorder), audit.listener, run.limits)
     signal.signal(signal.SIGTERM, exit_at_signal)

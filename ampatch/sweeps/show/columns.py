@@ -121,8 +121,8 @@ def heading_of(metric: str) -> str:
 
 UNITS = {
     "seeds": "the standard deviation of O0 over the seeds",
-    "steps": f"the standard error of O0's last {LAST_LOSSES} losses, or what its last values vary",
-    "runs": "what autocast or a repeat of O0 moved the value",
+    "steps": f"the standard error of O0's last {LAST_LOSSES} losses and the deviation of its last values",
+    "runs": "how far autocast or a repeat of O0 went",
     "percent": f"{ASCII.percent(GUESSED_SPREAD)} of O0's value",
 }
 
@@ -148,7 +148,7 @@ def said_of_columns(sweep: Sweep) -> str:
     known = [it.unit for it in (o0.loss, *o0.metrics.values()) if it.spread] if o0 else []
     if not known:
         return said
-    units = " or ".join(UNITS[unit] for unit in dict.fromkeys(known))
+    units = "; ".join(UNITS[unit] for unit in dict.fromkeys(known))
     worse = f"below -{ASCII.short(sweep.settings.tolerance)} is worse, or unsure where one seed cannot tell."
     return f"{said} from O0: the loss or metric that did worst, in spreads ({units}); {worse}"
 
