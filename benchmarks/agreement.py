@@ -3,8 +3,8 @@
     python benchmarks/agreement.py [RANKS]
 
 Unscales the gradients of a model under FSDP2 with `torch.amp.GradScaler.unscale_`, which agrees in torch's
-DTensor handler, and with a block of `scale_loss`, turn by turn, and times what of it is agreement, beside
-one collective of torch's of one number. Shown are the fastest tenth and the median of 300 turns, in
+DTensor handler, and with a block of `scale_loss`, turn by turn. Times how much of the block is agreement, and
+one all_reduce of one number to compare with. Shows the 10th percentile and the median of 300 turns, in
 milliseconds, of the slowest rank.
 """
 
