@@ -66,7 +66,7 @@ class Command:
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("shell", metavar="SHELL", help="bash, zsh or another that shtab knows")
+    parser.add_argument("shell", metavar="SHELL", help="bash, zsh, or another shell that shtab supports")
 
 
 def print_completion(arguments: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ COMMANDS = (
     Command("env", env.SUMMARY, lambda parser: None, env.run),
     Command(
         "completion",
-        "print a script that completes commands, options and files in a shell",
+        "print a script that lets the Tab key complete commands, options and file names",
         add_completion_arguments,
         print_completion,
     ),

@@ -48,8 +48,8 @@ casts/cast_cache.py | is_grad_enabled() | (False) | enters a mode that is on: sl
 casts/cast_cache.py | self._is_checked | (False) | looks through all again: slower
 casts/cast_tree.py | CONVERT.get(dtype) or (lambda | ((lambda tensor: tensor.to(dty | slower
 casts/cast_tree.py | return False | return None | asked for its truth alone
-casts/holders.py | torch.ones(1, dtype=torch.floa | (torch.ones(1, dtype=torch.flo | a graph as well
-casts/holders.py | return False | return None | asked for its truth alone
+casts/kept_cast.py | torch.ones(1, dtype=torch.floa | (torch.ones(1, dtype=torch.flo | a graph as well
+casts/kept_cast.py | return False | return None | asked for its truth alone
 casts/kernels.py | thread.off and thread.is_off() | (thread.off or thread.is_off() | slower
 casts/kernels.py | not is_compiling() and len(arg | (not is_compiling() and (not k | wrong
 casts/thread.py | self._asks > 0 and self._is_ca | (self._is_caller_off()) | the same

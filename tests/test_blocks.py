@@ -116,22 +116,6 @@ def test_inside_the_graph_the_scale_is_that_of_the_block_and_gradients_of_inputs
 
 
 @LEVELS
-def test_one_loss_may_name_several_optimizers(level):
-    model = torch.nn.ModuleList([Scalar(), Scalar()])
-    optimizers = [MOMENTUM([one.weight]) for one in model]
-    oracles = [Parameter(one.weight.detach().clone()) for one in model]
-    amp.initialize(model, optimizers, opt_level=level, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0)
-    loss = model[0](BATCHES[0]).float().sum() + model[1](BATCHES[1]).float().sum()
-    scaled_backward(loss, tuple(optimizers))
-    for optimizer, oracle, batch in zip(optimizers, oracles, BATCHES, strict=False):
-        optimizer.step()
-        oracle.grad = batch.clone()
-        MOMENTUM([oracle]).step()
-        assert param_bits(optimizer) == [snapshot(oracle)]
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
-
-
-@LEVELS
 def test_an_optimizer_that_is_named_twice_is_unscaled_once(level):
     run = Beside(level)
     for batch in BATCHES[:2]:
@@ -231,23 +215,6 @@ def test_a_block_whose_end_is_interrupted_leaves_the_gradients_as_they_were(leve
         with pytest.raises(Interruption):
             run.run_block(BATCHES[1])
     assert snapshot(run.grad) == snapshot(BATCHES[0])
-    run.run_block(BATCHES[2])
-    run.step(BATCHES[0] + BATCHES[2])
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_a_block_that_raises_at_a_static_scale_of_1_leaves_what_plain_torch_leaves(level):
-    run = Beside(level, loss_scale=1.0)
-    run.run_block(BATCHES[0])
-    run.raise_in_block(BATCHES[1])
-    assert snapshot(run.grad) == snapshot(BATCHES[0] + BATCHES[1])
-
-
-@LEVELS
-def test_a_block_that_raises_after_a_delayed_one_leaves_what_was_delayed(level):
-    run = Beside(level)
-    run.run_block(BATCHES[0], delay_unscale=True)
-    run.raise_in_block()
     run.run_block(BATCHES[2])
     run.step(BATCHES[0] + BATCHES[2])
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from ampatch.casts import cast_cache, holders
+from ampatch.casts import cast_cache, kept_cast
 from cuda_graphs import PlayedGraph
 
 X = torch.ones(2, 3)
@@ -126,7 +126,7 @@ def test_a_capture_that_fails_leaves_no_cast(played, monkeypatch):
 
 def test_what_another_thread_casts_during_a_capture_is_no_constant_of_the_graph(played, monkeypatch):
     monkeypatch.setattr(cast_cache, "_find_device", lambda parameter: 0)
-    for module in (cast_cache, holders):
+    for module in (cast_cache, kept_cast):
         monkeypatch.setattr(module, "find_stream", lambda device: threading.get_ident())
     model, _ = make_chain("O4", "cpu")
     graph, kept = PlayedGraph(), []

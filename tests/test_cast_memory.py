@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ampatch as amp
-from ampatch.casts import cast_cache, holders
+from ampatch.casts import cast_cache, kept_cast
 from ampatch.casts.cast import CASTS
 from ampatch.casts.cast_cache import SWEEP
 from caching import (
@@ -202,7 +202,7 @@ def streams(monkeypatch):
     """Has the CPU pass for a CUDA device; returns a function that changes its current stream."""
     current = [0]
     monkeypatch.setattr(cast_cache, "_find_device", lambda parameter: 1)
-    for module in (cast_cache, holders):
+    for module in (cast_cache, kept_cast):
         monkeypatch.setattr(module, "find_stream", lambda device: current[device - 1])
     return lambda stream: current.__setitem__(0, stream)
 

@@ -321,6 +321,10 @@ TRACED = {  # the script, and fields of its first finding; without a step it has
         script("O1").replace("\nfor step", "\nmodel[2].weight.data[1, 3] = float('nan')\nfor step"),
         {"parameter": "2.weight", "step": 0, "sample": None},
     ),
+    "a cast of ours, which is called as what it is made for": (
+        script("O1", batch="x = x * (1e7 if step == 2 else 1)"),
+        {"phase": "forward", "op": "linear", "module": "0", "step": 2},
+    ),
     "a closure": (
         FUNCTIONS.partition("    h =")[0].replace("SGD([weight], 0.1)", "LBFGS([weight])") + CLOSURE,
         {"phase": "loss", "op": "log", "step": 2},

@@ -186,6 +186,13 @@ def test_an_optimizer_with_masters_of_amp_is_refused(is_first):
         refused()
 
 
+def test_an_optimizer_that_amp_gave_no_masters_is_taken():
+    net = nn.Linear(4, 3)
+    sgd = SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, sgd, opt_level="O1", verbosity=0)
+    assert FP16_Optimizer(sgd).optimizer is sgd
+
+
 def test_an_optimizer_computes_in_float32_while_casts_are_on():
     class Products(SGD):
         def step(self, closure=None):

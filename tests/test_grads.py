@@ -450,6 +450,16 @@ def test_a_gradient_that_one_side_was_given_is_clipped_on_the_other(level, loss_
         assert [param.grad for param in (*halves, *masters)] == [None] * 4
 
 
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("loss_scale", [1.0, SCALE])
+def test_a_backward_that_reaches_a_weight_and_its_master_counts_both(level, loss_scale):
+    [half], optimizer = open_session(level, [(2, 3)], loss_scale=loss_scale)
+    for count in (1, 2):
+        [master] = amp.master_params(optimizer)
+        scaled_backward(half.float().sum() + 2 * master.sum(), optimizer)
+        assert snapshot(half.grad) == snapshot(master.grad) == snapshot(torch.full((2, 3), 3.0 * count))
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_gradient_that_does_not_fit_is_refused_as_in_float32_and_leaves_both_sides(level):
     [half], optimizer = open_session(level, [(2, 3)])

@@ -430,6 +430,9 @@ SOUND = {
     "norm in float32": native(
         STEP, norm("return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True))")
     ),
+    "a norm that is thrown away": native(
+        STEP, norm("thrown = x * torch.rsqrt((x * x).mean(-1, keepdim=True))\nreturn x * 1e-3")
+    ),
     "layer norm": native(STEP, norm("return F.layer_norm(x.float(), (8,)).type_as(x)")),
     "clip after unscale_": native(
         f"{STEP}\nscaler.unscale_(optimizer)\n{CLIP}\n[p.grad.norm() for p in model.parameters()]"

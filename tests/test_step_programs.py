@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 
 import ampatch as amp
+from apex_rows import shows
 from mastering import saved
 from stepping import INF
 
@@ -27,6 +28,8 @@ OPTIMIZERS = {
     "fused Adam": functools.partial(torch.optim.Adam, lr=0.05, fused=True),
 }
 MODELS, LOSSES, LENGTH, GROWTH, LATE = 2, 2, 40, 3, 3
+EDITS = ["halve", "halve_data", "replace_data", "replace", "add_noise", "clip_norm", "clip_values", "give"]
+CLEARS = ["model", "optimizer", "data", "params", "some"]
 OFTEN = {"do_block": 8, "do_step": 6, "do_clear": 3, "do_edit_gradients": 6, "do_plain_backward": 3}
 
 
@@ -117,13 +120,14 @@ class ByHand:
             if earlier is not None:
                 param.grad = earlier if param.grad is None else earlier + param.grad
 
-    def begin(self, chain, now):
-        """Settles what another scale has left; returns what was there, and what of it is scaled."""
+    def begin(self, chain, now, unnamed):
+        """Settles what another scale has left, where the block names it; returns what was there."""
         for index in chain:
-            if self.delayed[index] not in (None, now):
+            if index not in unnamed and self.delayed[index] not in (None, now):
                 self.settle(index)
-        for index in chain:
-            if all(param.grad is None for param in self.models[index]):
+        for index, params in enumerate(self.models):  # whatever it reaches
+            adds = index not in chain and self.delayed[index] == now
+            if not adds and all(param.grad is None for param in params):
                 self.doubts[index] = None
         return self.set_aside(chain)
 
@@ -288,7 +292,7 @@ class Program:
         loss_id = self.dice.randrange(LOSSES) if self.dice.random() < 0.3 else 0
         now = hand.scales[loss_id].now
         is_plain = self.scale == 1.0  # then gradients accumulate where they are
-        aside = [None] * len(hand.params(chain)) if is_plain else hand.begin(chain, now)
+        aside = [None] * len(hand.params(chain)) if is_plain else hand.begin(chain, now, unnamed)
         options = {"loss_id": loss_id, "delay_unscale": delays, "delay_overflow_check": waits}
         count = 1 if unnamed else self.dice.choice([1, 1, 2])
         losses = [(self.make_batch(), self.pick_factor()) for _ in range(count)]
@@ -317,7 +321,7 @@ class Program:
                 hand.end(named, now, aside[:count], waits_for_check=waits)
 
     def do_block_that_names_one(self):
-        self.do_block(names_one=True)
+        self.do_block([first := self.dice.randrange(MODELS), 1 - first], names_one=True)
 
     def do_block_that_raises(self):
         self.do_block(raises=True)
@@ -348,12 +352,17 @@ class Program:
         self.edit(range(MODELS))
 
     def edit(self, models):
-        edit = self.dice.choice([halve, halve_data, replace, add_noise, clip_norm, clip_values, give])
+        edit = self.dice.choice(
+            [halve, halve_data, replace_data, replace, add_noise, clip_norm, clip_values, give]
+        )
         for params in self.sides(models):
             edit(params)
 
     def do_clear(self):
-        index, way = self.dice.randrange(MODELS), self.dice.choice(["model", "optimizer", "params", "some"])
+        index, way = (
+            self.dice.randrange(MODELS),
+            self.dice.choice(CLEARS),
+        )
         to_none = self.dice.random() < 0.6
         if way in ("model", "optimizer"):
             owner = self.models[index] if way == "model" else self.optimizers[index]
@@ -363,8 +372,11 @@ class Program:
                     param.grad = None if to_none else torch.zeros_like(param)
             return
         for params in self.sides([index]):
-            for param in params if way == "params" else params[:1]:
-                param.grad = None
+            for param in params[:1] if way == "some" else params:
+                if way != "data":
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.data.zero_()
 
     # ---- Steps ----
 
@@ -489,6 +501,12 @@ def halve_data(params):
             param.grad.data.mul_(0.5)
 
 
+def replace_data(params):
+    for param in params:
+        if param.grad is not None:
+            param.grad.data = param.grad.data * 0.5
+
+
 def replace(params):
     for param in params:
         if param.grad is not None:
@@ -524,6 +542,20 @@ def find_difference(seed):
     return difference and f"seed {seed}: {difference}"
 
 
+@shows(
+    "never-set-to-none",  # do_clear
+    "optimizers-zero-grad",
+    "patterns-model-grads",
+    "initialize-num-losses",  # do_block
+    "patterns-several-losses",
+    "patterns-backward-outside",  # do_plain_backward
+    "patterns-delay-unscale",  # do_delayed_block
+    "scale-delay-unscale",
+    "optimizers-master-params",  # do_edit_gradients
+    "patterns-edited-grads",
+    "scale-masters",  # compare
+    "patterns-step-clears",
+)
 @pytest.mark.filterwarnings(
     "ignore:gradients are clipped", "ignore:backward.. in a block of scale_loss began"
 )

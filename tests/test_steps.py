@@ -101,16 +101,6 @@ def test_one_gradient_that_is_not_finite_skips_the_whole_step(variant, level, ba
     assert all_bits(model, optimizer) == before
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])  # with masters, a step clears their gradients
-@pytest.mark.parametrize("variant", [MOMENTUM, FUSED_MOMENTUM], ids=str)
-def test_the_gradients_of_a_skipped_step_are_still_there_after_it(variant, level):
-    run = Beside(level, variant)
-    run.run_block(factor=INF)
-    grad = run.grad
-    run.optimizer.step()
-    assert run.grad is grad
-
-
 @shows("scale-exit", "scale-defect-tuple")
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -135,42 +125,6 @@ def test_an_overflow_skips_one_step_of_every_optimizer_named(level, kind):
         assert [index for index in range(3) if amp.step_was_skipped(optimizers[index])] == skipped
         for optimizer in optimizers:
             optimizer.zero_grad()
-
-
-@shows("patterns-several-losses", "initialize-num-losses")
-@DYNAMIC_LEVELS
-@pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, FUSED_MOMENTUM], ids=str)
-@pytest.mark.parametrize("bad", [{1}, {0, 2}], ids=str)
-def test_overflows_in_any_of_several_losses_skip_once(level, variant, bad):
-    run = Beside(level, variant, num_losses=3)
-    run.run_block()
-    run.optimizer.step()  # a fused optimizer decides by itself from its second step on
-    run.optimizer.zero_grad()
-    for loss_id in range(3):
-        run.run_block(BATCHES[loss_id], INF if loss_id in bad else 1.0, loss_id=loss_id)
-    run.skip()
-    scales = [amp.get_loss_scale(loss_id) for loss_id in range(3)]
-    assert scales == [SCALE / 2 if loss_id in bad else SCALE for loss_id in range(3)]
-    before = param_bits(run.optimizer)
-    run.optimizer.zero_grad()
-    run.run_block()
-    run.optimizer.step()
-    assert not amp.step_was_skipped(run.optimizer)
-    assert param_bits(run.optimizer) != before
-
-
-@DYNAMIC_LEVELS
-def test_step_was_skipped_tells_of_the_last_step_alone(level):
-    run = Beside(level)
-    found = [amp.step_was_skipped(run.optimizer)]
-    for factor in [INF, 1.0, INF, INF, 1.0]:
-        run.optimizer.zero_grad()
-        run.run_block(factor=factor)
-        run.optimizer.step()
-        found.append(amp.step_was_skipped(run.optimizer))
-    assert found == [False, True, False, True, True, False]
-    run.optimizer.step()
-    assert not amp.step_was_skipped(run.optimizer)
 
 
 @LEVELS

@@ -30,8 +30,8 @@ NO_CUDA = (
 OVERRIDING = ("opt_level", "dtype", "loss_scale")  # which are given to `initialize`
 NO_OPTION = "which a script without that option refuses: start it by torchrun, which does not pass it"
 LEGACY_HELP = "put back what torch, NumPy and Python have removed since the script was written"
-UNSAFE_HELP = "with --legacy: load files as well that may run any code, and name each"
-DEVICE_HELP = "use the CPU for what asks for CUDA: .cuda(), streams, nccl, map_location and so on"
+UNSAFE_HELP = "with --legacy: also load files that may run any code, and name each of them"
+DEVICE_HELP = "run a script that asks for CUDA on the CPU: .cuda(), streams, nccl, map_location and so on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "ampatch run [OPTIONS] SCRIPT [ARGS...]\n       ampatch run [OPTIONS] -m MODULE [ARGS...]"
     parser.epilog = (
         "SCRIPT is what `python` takes: a file, a folder or archive with __main__.py, or - for the "
-        "standard input. Everything after it goes to the script."
+        "standard input. Everything after SCRIPT goes to the script."
     )
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that imports apex")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
-    parser.add_argument("--opt-level", metavar="L", help="instead of the script's: " + ", ".join(OPT_LEVELS))
+    levels = "use this level instead of the script's: " + ", ".join(OPT_LEVELS)
+    parser.add_argument("--opt-level", metavar="L", help=levels)
     parser.add_argument("--dtype", metavar="T", help="the half type of the level: float16 or bfloat16")
-    parser.add_argument("--loss-scale", metavar="S", help="a number or dynamic")
+    parser.add_argument("--loss-scale", metavar="S", help='use this loss scale: a number, or "dynamic"')
     parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
     parser.add_argument("--legacy", action="store_true", help=LEGACY_HELP)
     parser.add_argument("--unsafe-load", action="store_true", help=UNSAFE_HELP)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casts.holders import CAN_SEE_GRAPHS, KeptCast, find_memory
+from ampatch.casts.kept_cast import CAN_SEE_GRAPHS, KeptCast, find_memory
 from ampatch.casts.thread import ThreadState
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.private import (

@@ -22,7 +22,7 @@ MEANING = {
     Cast.MATCH_SELF: "its floating arguments are cast to the type of the tensor that is written to",
     Cast.FP32_INPLACE: "computed in float32; what is written into a half tensor is rounded once",
     Cast.BANNED: "raises if an argument is half; allow_banned=True casts it to float32",
-    Cast.CUSTOM: "no single cast fits: as the reason says",
+    Cast.CUSTOM: "no single cast fits; the reason says what happens",
 }
 RAISES = "raises"
 AS_TORCH = "as torch does"

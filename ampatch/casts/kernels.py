@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ampatch.casts.cast import CASTS
 from ampatch.casts.cast_tree import TensorCast
-from ampatch.casts.holders import NEIGHBOURS
+from ampatch.casts.kept_cast import NEIGHBOURS
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import FLATTEN, count_modes, has_function_modes, is_transformed, tracing_state
 

@@ -23,9 +23,9 @@ USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor [OPTIONS] -m MODULE [-- ARGS...]
        ampatch doctor --open FILE"""
 EPILOG = """The script runs two or three times: watched, traced where it broke, and in float32; then once
-for each piece of advice that is tried, up to four. Everything after -- goes to it. Exit status: 0
-nothing was found (a silent fault counts if its fix was tried and helps), 1 something was, 2 bad
-input, 3 something broke and could not be traced, 130 after Ctrl-C."""
+for each piece of advice that is tried, up to four. Everything after -- goes to the script. Exit status:
+0 nothing was found, 1 something was found (a silent fault counts only if its fix was tried and helps),
+2 bad input, 3 something broke and could not be traced, or the script raised an error, 130 after Ctrl-C."""
 NUMBERS = (*QUANTITIES, "headroom")
 COLUMNS = ("attempt", "step", "model", "module", "dtype", *NUMBERS)
 
@@ -35,26 +35,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog = USAGE, EPILOG
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that trains")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
-    parser.add_argument("--opt-level", metavar="L", help="the level that initialize is made to use")
+    parser.add_argument("--opt-level", metavar="L", help="use this level instead of the script's")
     parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
     parser.add_argument("--legacy", action="store_true", help=LEGACY_HELP)
     parser.add_argument("--unsafe-load", action="store_true", help=UNSAFE_HELP)
     proposal = (
-        "find the fewest modules that must stay float32; runs the script once for each, twice from two on"
+        "find the fewest modules that must stay float32; runs the script once more for each of them, and "
+        "once again without each if there are several"
     )
     trying = "do not run the script again to try the advice"
     parser.add_argument("--no-tries", action="store_true", help=trying)
     parser.add_argument("--propose", action="store_true", help=proposal)
-    opening = "say what a post-mortem holds, the file that training leaves when it breaks; runs nothing"
+    opening = "explain a post-mortem, the file that training writes when it breaks; runs nothing"
     parser.add_argument("--open", metavar="FILE", type=Path, help=opening)
-    parser.add_argument("--json", metavar="OUT", help="write the report to this file")
-    levels = "compare with a level: which module departs first, on the same batches; two more runs"
+    parser.add_argument("--json", metavar="OUT", help="write the report as JSON")
+    levels = "name the first module that departs from another level on the same batches; two more runs"
     parser.add_argument("--against", metavar="LEVEL", help=levels)
-    every = "note the layers at each Nth step (default: enough for curves of 200 to 400 points)"
+    every = "record the layers at every Nth step (default: enough for curves of 200 to 400 points)"
     parser.add_argument("--every", metavar="N", type=int, default=0, help=every)
-    parser.add_argument("--html", metavar="OUT", help="write the report as a page that opens anywhere")
-    parser.add_argument("--csv", metavar="OUT", help="write the curves of layers as a table")
-    parser.add_argument("--tensorboard", metavar="DIR", help="write the curves of layers as scalars")
+    parser.add_argument("--html", metavar="OUT", help="write the report as one page that needs no network")
+    parser.add_argument("--csv", metavar="OUT", help="write the curves of the layers as a table")
+    scalars = "write the curves of the layers for TensorBoard"
+    parser.add_argument("--tensorboard", metavar="DIR", help=scalars)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ from ampatch.models.kept import SINGLE_TYPES, Keep, inner_ids, select_named
 logger = logging.getLogger("ampatch")
 
 IN_FLOAT8 = "float8"
-LATE = "it came after initialize, or is a copy of one that stayed"
+LATE = "it was added after initialize, or is a copy of a layer that is not in float8"
 FITTING = "torchao 0.18 with torch 2.11 and later, or torchao 0.13 with torch 2.6 to 2.8"  # as tried
 
 
@@ -96,17 +96,17 @@ class Float8Choice:
         if is_float8(layer):
             return ""
         if not _is_plain(layer):
-            return "it is no plain torch.nn.Linear (a class or a forward of its own)"
+            return "it is not a plain torch.nn.Linear (it has a class or a forward of its own)"
         if id(layer) in self._uncalled:
             return "the module around it uses its weight without calling it"
         if layer.weight.dtype not in ELIGIBLE:
             return f"its weight is {layer.weight.dtype}, which is not cast"
         if any(size % 16 for size in sizes):
-            return "its sizes are no multiples of 16, as float8 products need"
+            return "its sizes are not multiples of 16, which float8 products need"
         if self.asks(layer):
             return ""
         if not self._recipe.gains(layer.out_features, layer.in_features):
-            return f"too small to gain: {self._recipe.sizes} features gain"
+            return f"too small to gain: {self._recipe.sizes} features are needed"
         return "it is the last one, before the loss" if id(layer) in self._last else ""
 
 
@@ -182,12 +182,12 @@ def convert_to_float8(
             float8.replace(linear, attributes)
     if not chosen:
         logger.warning(
-            "%s: no linear layer computes in float8, so that this is O4 (%s); float8_layers= names some",
+            "%s: no linear layer computes in float8, so this is O4 (%s); choose layers with float8_layers=",
             policy.opt_level,
             _list_reasons(layer for _, layer in found) or "the models have no torch.nn.Linear",
         )
     if refused := _list_reasons(layer for linear, layer in found if layer.because and choice.asks(linear)):
-        logger.warning("float8_layers names layers that cannot be: %s", refused)
+        logger.warning("float8_layers names layers that cannot be in float8: %s", refused)
     return {linear: layer.because for linear, layer in found}
 
 
@@ -215,7 +215,7 @@ def _validate_devices(models: Sequence[Module], policy: Policy) -> None:
         raise AmpValueError(
             f"{policy.opt_level} (float8_recipe={policy.float8_recipe!r}): {lacks[0]}. Put the model on a "
             f"GPU that has them (H100, RTX 40 and later) before initialize, use opt_level='O4', or set "
-            f"{EMULATE}=1 to try the numbers, slowly"
+            f"{EMULATE}=1 to try its accuracy, slowly"
         )
 
 
@@ -224,4 +224,4 @@ def describe(models: Sequence[Module]) -> str:
     linear = [part for part in list_parts(models) if isinstance(part, Linear)]
     count = sum(map(is_float8, linear))
     how = f"emulated ({EMULATE}), which is slow" if emulates() else "fast if torch.compile compiles the model"
-    return f"In float8 are {count} of {len(linear)} linear layers; {how}"
+    return f"{count} of {len(linear)} linear layers compute in float8; {how}"

@@ -184,7 +184,7 @@ class AmpOptimizer:
         """
         if self.masters.pairs:
             self.masters.install_again()
-            self.grads.share()
+            self.grads.share(adds=self.phase is Phase.LOCAL)
         if self.phase is not Phase.UNSCALED:
             self.phase, self.scale = Phase.UNSCALED, None
             self.restore_grads()  # scaled as well
@@ -233,7 +233,7 @@ class AmpOptimizer:
             return
         if self.masters.pairs and self.phase is not Phase.LOCAL:
             self.grads.share()
-        self.earlier.give_back()
+        self.earlier.give_back(beside=self.phase is Phase.LOCAL)
 
     # Between blocks and steps
 

@@ -21,14 +21,14 @@ SUMMARY = "train a script at several opt levels and compare speed, memory and ac
 USAGE = """ampatch sweep [OPTIONS] SCRIPT [-- ARGS...]
        ampatch sweep [OPTIONS] -m MODULE [-- ARGS...]"""
 EPILOG = """Everything after -- goes to the script; {seed}, {level}, {row}, {repeat} and {run} in it are
-replaced by those of the run. With {seed} the seeds that the script sets are left alone. Exit status: 0 all
-went well, 1 a run failed, 2 bad input, 130 after Ctrl-C."""
+replaced by those of the run. If you use {seed}, seeds that the script sets are left alone. Exit status: 0
+success, 1 a run failed, 2 bad input, 130 after Ctrl-C."""
 
 # What is run, and what is made of it: options of no value are flags.
 OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "levels": (
         {"metavar": "L,..."},
-        f"by commas; default: those of {','.join(LEVELS)} that run here, cut short where they are slow",
+        f"levels, by commas; default: those of {','.join(LEVELS)} that run here, cut short if they are slow",
     ),
     "variant": (
         {"metavar": "'L NAME=VALUE...'", "action": "append"},
@@ -36,32 +36,35 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "seeds": (
         {"metavar": "N", "type": int},
-        f"train each with the seeds 0 to N-1; default: {DEFAULTS.seeds}",
+        f"train each level with the seeds 0 to N-1; default: {DEFAULTS.seeds}",
     ),
-    "repeat": ({"metavar": "N", "type": int}, f"run all that N times; default: {DEFAULTS.repeat}"),
+    "repeat": ({"metavar": "N", "type": int}, f"run everything N times; default: {DEFAULTS.repeat}"),
     "steps": (
         {"metavar": "N", "type": int},
-        "end a run after N optimizer steps; default: where the script ends",
+        "end a run after N optimizer steps; default: when the script ends",
     ),
-    "timeout": ({"metavar": "S", "type": float}, "end a run after so many seconds; default: never"),
+    "timeout": ({"metavar": "S", "type": float}, "end a run after S seconds; default: never"),
     "nproc-per-node": (
         {"metavar": "N", "type": int},
         "run the script on N ranks, as `torchrun --standalone --nproc-per-node N` does",
     ),
-    "isolate": ({}, "give each run a copy of the working directory; what it writes there goes with it"),
-    "resume": ({}, "make the runs that an interrupted sweep of the same script and options left out"),
+    "isolate": ({}, "give each run a copy of the working directory, which is deleted afterwards"),
+    "resume": ({}, "continue an interrupted sweep of the same script and options"),
     "device": ({"choices": ["cpu"]}, DEVICE_HELP),
     "legacy": ({}, LEGACY_HELP),
     "unsafe-load": ({}, UNSAFE_HELP),
     "warmup": (
         {"metavar": "N", "type": int},
-        f"first steps of a run that are not timed; default: {DEFAULTS.warmup}; half of a short run",
+        f"do not time the first N steps of a run, or half of a short run; default: {DEFAULTS.warmup}",
     ),
     "tolerance": (
         {"metavar": "T", "type": float},
-        f"how far from O0 counts as the same, in spreads of O0; default: {DEFAULTS.tolerance}",
+        f"how far from O0 still counts as the same, in spreads of O0; default: {DEFAULTS.tolerance}",
     ),
-    "out": ({"metavar": "DIR"}, "write sweep.json, .csv, .html and logs there; default: ampatch-sweep"),
+    "out": (
+        {"metavar": "DIR"},
+        "write sweep.json, .csv, .html and logs there; default: the next free ampatch-sweep",
+    ),
 }
 
 

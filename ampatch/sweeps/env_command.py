@@ -12,7 +12,7 @@ import torch
 import ampatch
 from ampatch.sweeps.environment import describe_machine
 
-SUMMARY = "print the versions, machine and settings that a report of a fault needs"
+SUMMARY = "print versions, machine and settings, to add to a report of a fault"
 PACKAGES = ("wrapt", "numpy", "rich", "apex")
 # What wraps models and optimizers, or the loop; named where it is there.
 WRAPPERS = (

@@ -13,15 +13,15 @@ from ampatch.casts.explanation import COLUMNS, Explanation, align
 from ampatch.lists import MODULES_ON_CPU, TABLES
 from ampatch.table import Cast, CastTable, Row
 
-SUMMARY = "print the cast tables, or say what happens to one op at each level, and why"
+SUMMARY = "print the cast tables, or show what happens to one op at each level, and why"
 HEADINGS = ("function", "cast", "reason")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `ampatch lists` accepts."""
     parser.add_argument("op", metavar="OP", nargs="?", help="an op: softmax, F.softmax, Tensor.exp_, @")
-    parser.add_argument("--cast", help="only rows of this cast: " + ", ".join(cast.name for cast in Cast))
-    parser.add_argument("--target", metavar="PLACE", help="only rows of this place: torch.Tensor, F, fft")
+    parser.add_argument("--cast", help="only rows with this cast: " + ", ".join(cast.name for cast in Cast))
+    parser.add_argument("--target", metavar="PLACE", help="only rows of one namespace: torch.Tensor, F, fft")
     parser.add_argument("--json", action="store_true", help="write JSON, for programs")
 
 

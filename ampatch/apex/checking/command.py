@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ampatch.apex.checking.check import ScriptReport
     from ampatch.apex.checking.imports import Modules
 
-SUMMARY = "list the names of apex that a script uses, what in it breaks today or needs CUDA, and what to do"
+SUMMARY = "list what a script uses of apex, what in it breaks today or needs CUDA, and what to do about it"
 # Of how many in all.
 WORDS = {BREAKS: "broken today", MAY_BREAK: "perhaps", WARNS: "with a warning", NEEDS_CUDA: "for CUDA"}
 
@@ -25,10 +25,10 @@ WORDS = {BREAKS: "broken today", MAY_BREAK: "perhaps", WARNS: "with a warning", 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `ampatch check` accepts."""
     parser.add_argument(
-        "paths", metavar="PATH", nargs="+", help="a script, with what it imports of its folder, or a folder"
+        "paths", metavar="PATH", nargs="+", help="a script (and what it imports from its folder), or a folder"
     )
     parser.epilog = (
-        "Nothing is run. The exit status is 1 if a name of apex is not provided, or something breaks today."
+        "Nothing is run. The exit status is 1 if ampatch lacks a name of apex, or if something breaks today."
     )
 
 

@@ -96,7 +96,6 @@ class FusedOptimizer(Optimizer):
         self._check_positive({name: defaults[name] for name in names if defaults[name] is not required})
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
-        self._marks: dict[Tensor, tuple[int, int]] = {}  # by parameter, of the master as a step left it
         self._shown: dict[Tensor, Tensor] = {}  # parameters whose masters a script has, as a step left them
         super().__init__(params, defaults)
         # As apex's had it: subclasses of FusedAdam hand it to `multi_tensor_applier`, with its kernel.
@@ -134,8 +133,6 @@ class FusedOptimizer(Optimizer):
         for batch in self._batches(group, params):
             self._update(group, batch)
             batch.write_back()
-            if self.master_weights:
-                self._marks |= zip(batch.owners, map(_mark, batch.params), strict=True)
             for owner in [owner for owner in batch.owners if owner in self._shown]:
                 self._shown[owner].copy_(owner)
 
@@ -156,19 +153,15 @@ class FusedOptimizer(Optimizer):
         return self._master(param) if self.master_weights else param.detach().float()
 
     def _master(self, param: Tensor) -> Tensor:
-        """Returns a parameter's master, with what was written into the parameter since the last step.
-
-        What was written into the master stays, and counts more.
-        """
+        """Returns a parameter's master, with what was written into the parameter since the last step."""
         half, state = param.detach(), self.state[param]
         state["master_param"] = master = align(state.get("master_param", half), half.float())
         left = self._shown.get(param)
-        if left is not None:  # a script may write through the `.data` of either, which leaves no mark
+        if left is None:
+            master.copy_(refine(master, half))
+        else:  # a script may have written through the `.data` of either
             master.copy_(torch.where(half == left, master, half.float()))
             left.copy_(half)
-        elif self._marks.get(param) in (None, _mark(master)):
-            master.copy_(refine(master, half))
-        self._marks[param] = _mark(master)
         return master
 
     def _moments(self, name: str, batch: Batch) -> list[Tensor]:
@@ -218,17 +211,13 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._marks, self._shown = {}, {}
+        self._shown = {}
         if isinstance(self.defaults["lr"], type(required)):  # a copy, which torch does not know
             self.defaults["lr"] = required
         self.defaults.pop("differentiable", None)  # an option of torch's optimizers, which torch adds
         for group in self.param_groups:  # a checkpoint of torch's lacks some of ours
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-
-
-def _mark(master: Tensor) -> tuple[int, int]:
-    return master._version, master.data_ptr()
 
 
 class CountingOptimizer(FusedOptimizer):

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
-from ampatch.doctor.instruments.operations import CASTS, RUNNING, name_of
+from ampatch.doctor.instruments.operations import CASTING, RUNNING, name_of
 from ampatch.doctor.instruments.places import is_called_by_ampatch, user_line
 from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.values import Tensors, inexact_in, quiet
@@ -160,7 +160,8 @@ class Operations(TorchFunctionMode):
         self._tape.add(record, operation.taken, given)
         if not given:
             return
-        self._casts = [*casts, record] if is_ours and operation.name in CASTS else []
+        is_cast = is_ours and operation.name in CASTING and record.phase != "optimizer"
+        self._casts = [*casts, record] if is_cast else []
         for it in () if self._casts else casts:
             it.op = operation.name
 

@@ -236,6 +236,7 @@ class Trace(Rule):
             is_scaling = call.phase == "loss" and call.op == "mul" and places.is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
             more["region"] = self._region(call, operation)
+            call.facts["casts"] = call.op in ops.CASTING
             marks = marks | {self.origins.add(call, damage, **more)}
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)

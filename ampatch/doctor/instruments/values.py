@@ -145,9 +145,10 @@ def node_of(tensor: Tensor) -> object:
 
 def key_of(tensor: Tensor) -> Hashable:
     """Returns what stands for a tensor's memory, which its views share; it keeps no number alive."""
-    held = tensor._values() if tensor.layout is torch.sparse_coo else plain(tensor)
+    held = unwrap(tensor)
+    held = held.to_local() if hasattr(held, "to_local") else held
     try:
-        return StorageWeakRef(held.untyped_storage())
+        return StorageWeakRef((held._values() if held.is_sparse else held).untyped_storage())
     except (RuntimeError, NotImplementedError):
         return tensor
 

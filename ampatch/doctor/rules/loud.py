@@ -81,8 +81,7 @@ RULES = (  # the first that explains a finding is its cause
         "weight too large for half",
         "{made}{limit} It is the weight {parameter} that is cast: it has grown to {largest}.",
         (do.GROWN, *PRECISION),
-        (is_of_weight,),
-        ops.CASTING,
+        (is_of_weight, has("casts", True)),
     ),
     Rule(
         "loss not seen",

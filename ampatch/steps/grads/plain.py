@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ampatch.levels.private import has_function_modes, is_expanded
+from ampatch.levels.private import has_function_modes, is_expanded, set_grad
 
 
 @torch.no_grad()
@@ -92,19 +92,21 @@ class EarlierGrads:
         """Changes them while they are away."""
         self.pairs = [(param, change(earlier)) for param, earlier in self.pairs]
 
-    def give_back(self) -> None:
-        """Puts them back, with the new ones added."""
+    def give_back(self, *, beside: bool = False) -> None:
+        """Puts them back, with the new ones added; `beside` new ones that are at the half side of masters."""
         pairs, self.pairs = self.pairs, []
         sums, new = [], []
         for param, earlier in pairs:
             grad = param.grad
-            if grad is None:
-                param.grad = earlier
-            elif type(earlier) is type(grad) is Tensor and earlier.layout is grad.layout is torch.strided:
-                param.grad = earlier
-                sums.append(earlier)
-                new.append(grad)
+            if grad is not None:
+                if type(earlier) is type(grad) is Tensor and earlier.layout is grad.layout is torch.strided:
+                    sums.append(earlier)
+                    new.append(grad)
+                else:
+                    earlier = add_grads(earlier, grad)
+            if beside:
+                set_grad(param, earlier)
             else:
-                param.grad = add_grads(earlier, grad)
+                param.grad = earlier
         if sums:
             add_grads_(sums, new)

@@ -31,7 +31,8 @@ class MasterGrads:
         """Has both sides hold the gradient that counts; no host sync.
 
         With `keeps_graphs` half gradients that have a graph (`create_graph=True`) stay as they are; with
-        `adds`, after a backward, what that gave the master counts beside what it gave the half side.
+        `adds`, what the master holds counts beside a half gradient: a backward has reached both, or what was
+        there before was put there.
         """
         changed = []
         with torch._C.DisableTorchFunction():  # a mode, as of a default device, would see each attribute
