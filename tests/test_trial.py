@@ -176,6 +176,26 @@ def test_the_logarithm_of_a_sigmoid_or_a_softmax_becomes_one_function(tmp_path, 
     assert (change and change.lines) == (mended and (f"y = {mended}",))
 
 
+@pytest.mark.parametrize(
+    ("between", "line", "mended"),
+    [
+        ("", "p.log()", "torch.nn.functional.log_softmax(z * 8, dim=-1)"),
+        ("", "torch.log(p + 1e-8)", "torch.nn.functional.log_softmax(z * 8, dim=-1)"),
+        ("p = self.drop(z).softmax(-1)", "p.log()", None),
+        ("", "torch.log(1 - gate)", "torch.nn.functional.logsigmoid(-(z))"),
+        ("q = p", "q.log()", "torch.nn.functional.log_softmax(z * 8, dim=-1)"),
+        ("other = 2 * p", "p.log()", "torch.nn.functional.log_softmax(z * 8, dim=-1)"),
+        *((it, "p.log()", None) for it in ("z = z + 1", "p = p / 2", "p /= 2", "p[0] = 1", "p.mul_(2)")),
+        *((it, "p.log()", None) for it in ("if a:\n    z = 1", "p[0] += 1", "for p in z:\n    pass")),
+    ],
+)
+def test_what_a_name_holds_is_seen_by_the_logarithm_of_it(tmp_path, between, line, mended):
+    lines = ["p = (z * 8).softmax(dim=-1)", "gate = torch.sigmoid(z)", *between.split("\n"), f"y = {line}"]
+    (tmp_path / "net.py").write_text("\n".join(lines) + "\n")
+    change = log_source(f"{tmp_path}/net.py:{len(lines)}")
+    assert (change and change.lines) == (mended and (f"y = {mended}",))
+
+
 def test_a_loss_that_is_an_object_is_mended_where_it_is_made(tmp_path):
     (tmp_path / "net.py").write_text("part, loss = 1, nn.CTCLoss()\n\n\ny = loss(a, b)\n")
     change = constructed(f"{tmp_path}/net.py:4", "CTCLoss", "zero_infinity=True")

@@ -8,31 +8,84 @@ from ampatch.doctor.text.mend import operand_of
 from ampatch.doctor.text.source import Change, Edit, Source, statement_of
 
 SMALL = 0.01  # an eps
+REPEATABLE = {"softmax", "sigmoid", "exp", "sum", "float", "view", "reshape", "squeeze", "unsqueeze"}
+Values = dict[str, ast.expr]  # what names hold
 
 
 def log_source(where: str | None) -> Change | None:
     """Returns the statement at a line with logarithms, and what they are of, as functions of torch's."""
     source, statement = statement_of(where)
+    values = values_before(source, statement) if statement else {}
     edits: list[Edit] = []
     for node in ast.walk(statement) if statement else ():
         taken, more = operand_of(source, node, "log")[0], operand_of(source, node, "log1p")[0]
-        new = log_of(source, taken) if taken else call_of(source, more, "exp", "softplus") if more else ""
+        new = log_of(source, taken, values) if taken else ""
+        new = new or (call_of(source, resolve(more, values), "exp", "softplus") if more else "")
         edits += [(source.begin(node), new, source.end(node) - source.begin(node))] if new else []
     return source.edited(statement, edits) if statement and edits else None
 
 
-def log_of(source: Source, taken: ast.expr) -> str:
+def values_before(source: Source, statement: ast.stmt) -> Values:
+    """Returns what names hold at a statement, of those that are assigned in a row with it and not since."""
+    values: Values = {}
+    block = source.block_of(statement)
+    for each in block[: block.index(statement)]:
+        written = set(filter(None, map(name_written, ast.walk(each))))
+        values = {
+            name: value
+            for name, value in values.items()
+            if name not in written and written.isdisjoint(names_in(value))
+        }
+        match each:
+            case ast.Assign(targets=[ast.Name(name)], value=value) if is_repeatable(value, name):
+                values[name] = value
+    return values
+
+
+def name_written(node: ast.AST) -> str | None:
+    """Returns the name that is assigned, or whose tensor is written in place, None of other nodes."""
+    match node:
+        case (
+            ast.Name(name, ast.Store())
+            | ast.Subscript(ast.Name(name), _, ast.Store())
+            | ast.AugAssign(ast.Subscript(ast.Name(name)))
+        ):
+            return name
+        case ast.Call(ast.Attribute(ast.Name(name), method)) if method.endswith("_"):
+            return name
+    return None
+
+
+def is_repeatable(value: ast.expr, name: str) -> bool:
+    """Says whether an expression that a name was given to is the same once more, as a layer may not be."""
+    called = [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]
+    return name not in names_in(value) and all(getattr(it, "attr", "") in REPEATABLE for it in called)
+
+
+def names_in(value: ast.expr) -> set[str]:
+    """Returns the names that an expression reads."""
+    return {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+
+
+def resolve(taken: ast.expr, values: Values) -> ast.expr:
+    """Returns what a name holds, and any other expression as it is."""
+    while isinstance(taken, ast.Name) and taken.id in values:
+        taken = values[taken.id]
+    return taken
+
+
+def log_of(source: Source, taken: ast.expr, values: Values) -> str:
     """Returns the function that is the logarithm of an expression; "" where torch has none."""
-    match taken:
+    match resolve(taken, values):
         case ast.BinOp(ast.Constant(1), ast.Add(), other) | ast.BinOp(other, ast.Add(), ast.Constant(1)):
-            return call_of(source, other, "exp", "softplus")
+            return call_of(source, resolve(other, values), "exp", "softplus")
         case ast.BinOp(ast.Constant(1), ast.Sub(), other):
-            return call_of(source, other, "sigmoid", "logsigmoid", "-({})")
+            return call_of(source, resolve(other, values), "sigmoid", "logsigmoid", "-({})")
         case ast.BinOp(other, ast.Add(), eps) if is_small(eps):
-            return log_of(source, other)
-        case _:
-            one = call_of(source, taken, "sigmoid", "logsigmoid")
-            return one or call_of(source, taken, "softmax", "log_softmax") or sum_of(source, taken)
+            return log_of(source, other, values)
+        case value:
+            one = call_of(source, value, "sigmoid", "logsigmoid")
+            return one or call_of(source, value, "softmax", "log_softmax") or sum_of(source, value)
 
 
 def is_small(added: ast.expr) -> bool:
