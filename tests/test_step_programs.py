@@ -357,6 +357,9 @@ class Program:
         )
         for params in self.sides(models):
             edit(params)
+        if edit is replace_data and not hasattr(torch.Tensor, "grad_dtype"):  # docs/torch-versions.md
+            for index in models:
+                list(amp.master_params(self.optimizers[index]))
 
     def do_clear(self):
         index, way = (
