@@ -71,6 +71,11 @@ class Policy:
         hidden = ("opt_level", "summary")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
 
+    def overridden(self) -> dict[str, object]:
+        """The level's defaults of those options that have another value, by name."""
+        defaults = OPT_LEVELS[self.opt_level].options()
+        return {name: defaults[name] for name, value in self.options().items() if value != defaults[name]}
+
 
 def _patching(level: str, half: torch.dtype, scale: LossScale) -> Policy:
     summary = f"float32 weights, whitelisted functions in {name_dtype(half)}"

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 import torch
 
 from ampatch.levels.loss_scale import DynamicLossScale
-from ampatch.levels.overrides import find_level
 from ampatch.levels.policy import Policy
 from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
 from ampatch.levels.ranks import find_rank, say
@@ -59,12 +58,11 @@ def warn_of_torch() -> None:
 
 def format_banner(policy: Policy) -> str:
     """What a call does, in a line, with the options that override the level's defaults."""
-    defaults = find_level(policy.opt_level).options()
+    overridden, options = policy.overridden(), policy.options()
     words = [f"Selected optimization level {policy.opt_level}: {policy.summary}"]
-    if isinstance(policy.loss_scale, DynamicLossScale) and policy.loss_scale == defaults["loss_scale"]:
+    if isinstance(policy.loss_scale, DynamicLossScale) and "loss_scale" not in overridden:
         words.append("dynamic loss scale")
-    given = [(name, value) for name, value in policy.options().items() if value != defaults[name]]
-    words += [f"{name}={value} (not {defaults[name]})" for name, value in given]
+    words += [f"{name}={options[name]} (not {default})" for name, default in overridden.items()]
     return f"{', '.join(words)}; amp.explain(model) says more"
 
 

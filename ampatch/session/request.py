@@ -230,11 +230,13 @@ def suited_level(models: Iterable[object]) -> str:
     """The level of a first call that names none: O4 where each tensor of the models is on a CPU, else O1."""
     modules = [model for model in models if isinstance(model, Module)]
     tensors = itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in modules)
-    types = {tensor.device.type for tensor in tensors} or {torch.empty(0).device.type}
-    return "O4" if types == {"cpu"} else "O1"
+    return "O4" if _types_of(tensors) == {"cpu"} else "O1"
 
 
 def device_types(request: Request) -> set[str]:
     """The types of device that a call's models and optimizers live on, "cpu" or "cuda" for example."""
-    types = {tensor.device.type for tensor in _tensors(request)}
-    return types or {torch.empty(0).device.type}
+    return _types_of(_tensors(request))
+
+
+def _types_of(tensors: Iterable[Tensor]) -> set[str]:
+    return {tensor.device.type for tensor in tensors} or {torch.empty(0).device.type}

@@ -70,10 +70,10 @@ def _refuse_fp16_optimizers(optimizers: Iterable[object]) -> None:
 
 def format_options(policy: amp.Policy) -> str:
     """The options of a policy, a line each, with the level's default where it differs."""
-    defaults = amp.OPT_LEVELS[policy.opt_level].options()
+    overridden = policy.overridden()
     lines = []
     for name, value in policy.options().items():
-        mark = "" if value == defaults[name] else f"  (overrides {defaults[name]})"
+        mark = f"  (overrides {overridden[name]})" if name in overridden else ""
         lines.append(f"  {name:<27}: {value}{mark}")
     return "\n".join(lines)
 
