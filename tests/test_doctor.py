@@ -591,6 +591,17 @@ def test_a_script_that_never_steps_is_told_so(run_script):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("batch", ["time.sleep(0.2)", "time.sleep(900 if step else 0)"])
+def test_a_script_that_takes_too_long_is_ended_and_reported(run_script, capsys, batch):
+    text = script(batch=batch).replace("range(6)", "range(1000)")
+    status, report = run_script(f"import time\n{text}", "--seconds", "2")
+    assert (status, report["findings"]) == (0, [])
+    assert 0 < report["scale"]["steps"] < 20
+    assert "was ended after 2 s" in report["unknown"][0]
+    assert capsys.readouterr().err.startswith("run 1: watched, the script as it is\n")
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("batch", "said"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +42,15 @@ MOST_TIMES, MOST_SECONDS = 6.0, 20.0
 LONG = 300.0  # CPU seconds of the watched run
 LESS = 0.1  # of the loss: it falls so much less than in float32
 FEWEST_TIMED = 5  # steps, for a median
+SECONDS = 600.0  # of the watched run; the others, which do more, may take twice as long
+WHY = {
+    "watched": "the script as it is",
+    "traced": "each operation where something broke, or in the first steps",
+    "float32": "the same in float32",
+    "tried": "with advice",
+    "proposed": "with modules in float32",
+    "compared": "the numbers of a step",
+}
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
 
 
@@ -53,6 +63,7 @@ class Campaign:
     tries: bool = False  # whether advice is tried
     every: int = 0  # attempts between those that are noted; 0: as many as curves need
     tell: Callable[[str], None] | None = None  # hears of each run
+    seconds: float | None = None  # that the watched run may take
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
@@ -60,6 +71,7 @@ class Campaign:
     first_in_float32: Seen | None = None
     enough: int | None = None  # attempts in float32, of a long script
     spent: list[float] = field(default_factory=list)  # CPU seconds of each run
+    begun: float = 0.0  # when the latest run began
     silent: list[Finding] = field(default_factory=list)  # of the watched and the traced run
 
     def report(self, propose: bool = False, against: str | None = None) -> Report:
@@ -70,7 +82,9 @@ class Campaign:
 
     def _report(self, propose: bool, against: str | None) -> Report:
         """Watches, traces what broke, asks whether float32 survives, proposes what to keep, and compares."""
-        seen = self._start("watched", replace(self.run, every=self.every))
+        seen = self._start("watched", replace(self.run, every=self.every, seconds=self.seconds))
+        if self.seconds:
+            self.run = replace(self.run, seconds=2 * self.seconds)
         self._say_what_was_not_watched(seen)
         attempts = seen.attempts
         growth = describe_growth(seen.growth, attempts) if attempts else None
@@ -167,6 +181,11 @@ class Campaign:
             self.unknown.append(
                 "the script made no step of an optimizer, in its own process: nothing was watched"
             )
+        if seen.is_late:
+            self.unknown.append(
+                f"what comes after {len(seen.attempts)} steps: the script was ended after {self.seconds:g} s "
+                "(--seconds gives it more)"
+            )
         if seen.without_gpu:
             lines = ", ".join(seen.without_gpu[:3])
             self.unknown.append(
@@ -181,6 +200,8 @@ class Campaign:
         if find_suspects(seen.attempts) and not any(it.has_reached for it in origins):
             step = seen.attempts[seen.suspects[0]].step
             again = "it did not happen again: seed what it draws"
+            if self.seen["traced"].is_late:
+                again = f"that run was ended after {self.run.seconds:g} s (--seconds gives it more)"
             reason = self.ended.get("traced", again).replace("run ended", "that run ended")
             return f"Step {step} broke, and could not be traced: {reason}."
         is_unknown = "watched" in self.ended and not findings
@@ -214,6 +235,8 @@ class Campaign:
             self.enough = seen.suspects[:MOST_TRACED][-1] + ENOUGH
         run = replace(run, traces=bool(window), window=window, most=self.enough)
         again = self._start("float32", run)
+        if again.is_late:
+            self.enough = len(again.attempts)
         self.first_in_float32 = again if sample is None else None  # which has weights of another run
         return again
 
@@ -281,8 +304,9 @@ class Campaign:
         """Runs the script in a process of its own, and returns what it left."""
         self.runs += 1
         if self.tell:
-            self.tell(f"run {self.runs}: {name}")
-        before = cpu_of_children()
+            last = f" (the last took {time.monotonic() - self.begun:.0f} s)" if self.runs > 1 else ""
+            self.tell(f"run {self.runs}: {name}, {WHY.get(name, 'at that level')}{last}")
+        before, self.begun = cpu_of_children(), time.monotonic()
         with temporary_folder("doctor") as folder:
             out = folder / "seen"
             status, said = self.launch(replace(run, out=str(out)), folder)

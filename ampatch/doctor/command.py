@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
     parser.add_argument("--legacy", action="store_true", help=LEGACY_HELP)
     parser.add_argument("--unsafe-load", action="store_true", help=UNSAFE_HELP)
+    late = "end the watched run after N seconds (default: 600), and each other after twice as many; 0: never"
+    parser.add_argument("--seconds", metavar="N", type=float, help=late)
     proposal = (
         "find the fewest modules that must stay float32; runs the script once more for each of them, and "
         "once again without each if there are several"
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.open is not None:
         return open_post_mortem(arguments.open)
     # What traces is imported when it is asked for, not by each `ampatch run`.
-    from ampatch.doctor.campaign import Campaign
+    from ampatch.doctor.campaign import SECONDS, Campaign
     from ampatch.doctor.run import Run
 
     script = find_script(arguments)
@@ -74,7 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     validate_outputs(arguments)
     given = {"device": script.device, "legacy": script.legacy, "unsafe_load": script.unsafe_load}
     run = Run(script.name, script.arguments, script.is_module, level=arguments.opt_level, **given)
-    campaign = Campaign(run, tries=not arguments.no_tries, every=arguments.every, tell=show_progress)
+    options = {"tries": not arguments.no_tries, "every": arguments.every}
+    seconds = SECONDS if arguments.seconds is None else arguments.seconds
+    campaign = Campaign(run, tell=show_progress, seconds=seconds or None, **options)
     report = campaign.report(arguments.propose, arguments.against)
     show_progress("")
     print("\n".join(describe(report)), file=sys.stdout)
@@ -87,9 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show_progress(text: str) -> None:
-    """Writes a line that the next one takes the place of, where somebody sees it."""
+    """Writes a line, which the next one takes the place of on a terminal."""
     if sys.stderr.isatty():
-        print(f"\r{text:<24}\r{text}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr, flush=True)
 
 
 def open_post_mortem(path: Path) -> int:
@@ -114,6 +120,8 @@ def validate_outputs(arguments: argparse.Namespace) -> None:
     """Raises what is wrong with the options, before the script runs."""
     if arguments.against not in (None, *OPT_LEVELS):
         raise AmpValueError(f"--against {arguments.against!r}: expected one of {', '.join(OPT_LEVELS)}")
+    if (arguments.seconds or 0) < 0:
+        raise AmpValueError(f"--seconds {arguments.seconds:g}: expected a number of seconds, or 0")
     if arguments.every < 0:
         raise AmpValueError(f"--every {arguments.every}: expected a number of steps, or 0")
     for option in ("json", "html", "csv"):

@@ -55,6 +55,7 @@ class Watch(Instrument):
     def __init__(self, clock: Clock, most: int | None = None) -> None:
         super().__init__(clock)
         self._most = most
+        self.is_late = False  # whether the run has taken too long, and ends with this attempt
         self.attempts: list[Attempt] = []
         self._now = Attempt()
         self._since = perf_counter()
@@ -125,7 +126,7 @@ class Watch(Instrument):
         self._lost = 0 if self._now.weights else self._lost + 1
         self._now, self.is_open, self._since = Attempt(), False, perf_counter()
         self._has_backward, self._losses = False, []
-        if len(self.attempts) == self._most or self._lost == MOST_LOST:
+        if self.is_late or len(self.attempts) == self._most or self._lost == MOST_LOST:
             raise Enough
 
 

@@ -147,6 +147,10 @@ class Trial:
         attempts = seen.attempts[: self.wanted]
         if (first := find_break(attempts, self.seen.attempts[: self.fault])) is not None:
             return Outcome(Tried(Rank.BREAKS, f"it breaks again, at step {attempts[first].step}"), seen)
+        if seen.is_late:
+            return Outcome(
+                Tried(Rank.UNTRIED, f"all stays finite for {len(attempts)} steps, and it was ended"), seen
+            )
         if len(attempts) < self.wanted:
             return Outcome(Tried(Rank.BREAKS, f"it ends after {len(attempts)} steps"), seen)
         fall, best = self.fall_of(seen), self.fall_of(self.again)
