@@ -33,14 +33,15 @@ from ampatch.doctor.suspects import (
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
 from ampatch.doctor.trial.learning import can_try, find_what_learns
-from ampatch.doctor.trial.trial import ENOUGH, Trial
+from ampatch.doctor.trial.trial import ENOUGH, PART, Trial
 from ampatch.tools.folder import temporary_folder
 
 MOST_TRACED = 8  # attempts of one run
 # CPU of all runs: times that of the watched one, which is about 1.6 times the script's own, and seconds.
 MOST_TIMES, MOST_SECONDS = 6.0, 20.0
 LONG = 300.0  # CPU seconds of the watched run
-LESS = 0.1  # of the loss: it falls so much less than in float32
+SHORT = 60.0  # CPU seconds of a watched run that float32 is compared with to its end
+LESS = 0.05  # of the loss: it falls so much less than in float32, and less than `PART` of that
 FEWEST_TIMED = 5  # steps, for a median
 SECONDS = 600.0  # of the watched run; the others, which do more, may take twice as long
 WHY = {
@@ -134,15 +135,18 @@ class Campaign:
         is_whole = not (findings or self.ended)
 
         def learns_less() -> bool:
-            best = fall_of(self._alone().attempts[:ENOUGH]) if is_whole else 0.0
-            return is_whole and best >= fall_of(attempts[:ENOUGH]) + LESS
+            if not is_whole:
+                return False
+            fall, best = (fall_of(it[: self.compared]) for it in (attempts, self._alone().attempts))
+            return best >= fall + LESS and fall < PART * best
 
         silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), learns_less))
         tryable = next((it for it in silent if can_try(it, self.run)), None)
         is_due = tryable is not None if silent else is_flat(attempts)
         if not (self.tries and attempts and is_due and is_whole):
             return silent, []
-        trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford)
+        last = self.compared - ENOUGH  # what a trial has to pass, at least
+        trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford, least=last)
         silent = tuple(trial.order(it) if it is tryable else it for it in silent)
         half, autocast = str(growth["half"]), self.seen["traced"].autocast
         return silent, [] if silent else find_what_learns(trial, harmless, half, autocast)
@@ -240,9 +244,15 @@ class Campaign:
         self.first_in_float32 = again if sample is None else None  # which has weights of another run
         return again
 
+    @property
+    def compared(self) -> int:
+        """The attempts that are compared with float32 where nothing breaks: all of a short run."""
+        is_short = self.spent[0] <= SHORT
+        return max(ENOUGH, len(self.seen["watched"].attempts) if is_short else 0)
+
     def _alone(self) -> Seen:
         """Returns what the first steps of the script are in float32, of one run."""
-        run = replace(self.run, level="O0", float32=True, most=ENOUGH)
+        run = replace(self.run, level="O0", float32=True, most=self.compared)
         if self.first_in_float32 is None:
             self.first_in_float32 = self._start("float32", run)
         return self.first_in_float32

@@ -161,9 +161,14 @@ def take_zeros(finding: Finding) -> Fix | None:
 
 def step_masters(finding: Finding) -> Fix | None:
     """Has a level keep float32 weights; a script that makes its model half itself has no level."""
-    if finding.facts.get("halved"):
+    level, why = finding.facts.get("level", "O3"), ", or O5 (bfloat16)"
+    if finding.facts.get("halved") or (finding.is_silent and "level" not in finding.facts):
         return None
-    return Level("O2", ", or O5 (bfloat16)", "step float32 masters: ")
+    if level != "O3":
+        why = " without master_weights=False"
+    elif finding.is_silent and finding.facts["dtype"] == "bfloat16":
+        level, why = "O5", ""
+    return Level("O2" if level == "O3" else level, why, "step float32 masters: ")
 
 
 def make_dynamic(finding: Finding) -> Fix:

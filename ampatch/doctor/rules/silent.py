@@ -109,7 +109,7 @@ RULES = (
         "lost_updates",
         "{share:.0%} of the {dtype} weights that have a gradient did not change in the step: {dtype} is too "
         "coarse for it.",
-        do.leave_own_half,
+        *(do.leave_own_half, do.step_masters),
         "keep what is trained in float32: model.float() under torch.autocast, or opt_level O2 or O5, "
         "which step float32 masters",
         of=(is_of("step"),),

@@ -54,12 +54,13 @@ class Trial:
     again: Seen
     can_afford: Callable[[], bool] = field(default_factory=lambda: lambda: True)
     fault: int = 0  # the attempt that broke, which each run has to pass
+    least: int = 0
     tried: dict[Fix, Outcome] = field(default_factory=dict)
 
     def order(self, finding: Finding) -> Finding:
         """Returns the finding with what came of its fixes; what makes the script train comes first."""
         steps = [it.step for it in self.seen.attempts]
-        self.fault = steps.index(finding.step) if finding.step in steps else len(steps)
+        self.fault = max(self.least, steps.index(finding.step) if finding.step in steps else len(steps))
         for fix in finding.remedies:
             is_due = len(self.tried) < MOST_TRIED and self.can_afford()
             if is_due and fix.change(self.run) is not None:
