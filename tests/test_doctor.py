@@ -387,7 +387,7 @@ TRACED = {  # the script, and fields of its first finding; without a step it has
     ),
     "a function of its own": (
         OWN_FUNCTION,
-        {"op": "Root", "phase": "backward", "module": "2", "step": 2, "line": 15},
+        {"op": "div", "phase": "backward", "module": "2", "step": 2, "line": 12},
     ),
     "inf that reaches nothing": (
         script(loss="seen = (loss.detach() * 0).log()"),

@@ -65,6 +65,11 @@ class Finding:
         return self.kind not in LOUD
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether autograd made it, and not a line of a backward that the script itself has written."""
+        return self.phase == "backward" and (self.node is not None or self.op == "accumulate_grad")
+
+    @property
     def is_mended(self) -> bool:
         """Whether a fix was tried, and the script trains with it."""
         return any(it.rank is Rank.TRAINS for it in self.tried)

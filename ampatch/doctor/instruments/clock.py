@@ -121,6 +121,7 @@ class Clock(ScalerInUse):
         self.part, self.in_backward = "input", False
         self.changed: list[Parameter] = []  # those whose gradients the latest backward pass made
         self.repeats = False  # what has run before, in a backward pass
+        self.within: object = None  # the node of a function of the script's whose own backward runs
         self.autocasts: set[str] = set()  # devices for which torch.autocast has been on
         self.scale = 1.0  # of the latest loss, in the present attempt
         self.micro_step = 0  # how many backward passes there were in this attempt
@@ -128,7 +129,9 @@ class Clock(ScalerInUse):
 
     @property
     def phase(self) -> str:
-        """What runs: "forward", or `part`."""
+        """What runs: "forward", "backward" inside of one of the script's own, or `part`."""
+        if self.within is not None:
+            return "backward"
         return "forward" if self.models.is_inside and self.part != "optimizer" else self.part
 
     @property
@@ -242,6 +245,17 @@ class Clock(ScalerInUse):
         finally:
             self.repeats = False
             self.models.restore(*before)
+
+    @contextmanager
+    def inside_of(self, node: object, place: Standing) -> Iterator[None]:
+        """A backward that the script itself has written runs inside, for a function at a place."""
+        before, self.within = (self.models.save(), self.within), node
+        self.models.restore(*place)
+        try:
+            yield
+        finally:
+            standing, self.within = before
+            self.models.restore(*standing)
 
     # ---- Steps ----
 

@@ -75,7 +75,7 @@ def made_by(finding: Finding) -> str:
     """Says what an operation made of what."""
     largest = finding.input_largest
     took = f"its largest input is {largest:.4g}" if largest is not None else "what it took is finite"
-    if finding.phase == "backward":
+    if finding.is_gradient:
         target = f" of {finding.parameter}" if finding.parameter else ""
         return f"the gradient{target} that {finding.op} makes is {finding.kind}; {took}."
     if not finding.op:

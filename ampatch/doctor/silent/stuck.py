@@ -54,7 +54,9 @@ class Stuck(Instrument, amp.Observer):
         gap = plain(by).float() - (into.float() if operation.name == "lerp_" else 0.0)
         least = torch.finfo(into.dtype).eps * into.float().abs() if weight != 1 else 0.0  # it has arrived
         stays = (into.float() + gap * weight).to(into.dtype) == into
-        self._count(operation.record, share_of(stays, gap.abs() > least), STUCK)
+        name = self.clock.models.name_of_buffer(into)
+        facts = {} if name is None else {"buffer": name}
+        self._count(operation.record, share_of(stays, gap.abs() > least), STUCK, facts)
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """Keeps the half weights that a step is to change."""

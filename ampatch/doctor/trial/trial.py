@@ -19,6 +19,7 @@ MOST_TRIED = 4
 ENOUGH = 200  # steps of a run that is tried, from the one that broke on
 MOST_JOINED = 3  # fixes that are made together
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
+NEAR = 0.05  # of the loss, by which it falls more or less than in float32: as well
 Parts = tuple[tuple[str | None, Fix], ...]  # of fixes at their lines
 
 
@@ -28,6 +29,7 @@ class Outcome:
 
     tried: Tried = NOT_TRIED
     seen: Seen | None = None
+    gap: float = 0.0  # between how much the loss falls and how much in float32, above `NEAR`
 
     @property
     def rank(self) -> Rank:
@@ -65,14 +67,19 @@ class Trial:
             is_due = len(self.tried) < MOST_TRIED and self.can_afford()
             if is_due and fix.change(self.run) is not None:
                 self.tried[fix] = self._try(fix)
-                if self.tried[fix].rank == Rank.TRAINS:
+                if self.tried[fix].rank == Rank.TRAINS and fix.is_exact and not self.tried[fix].gap:
                     break
         more = self._join(finding) if {it.rank for it in self.tried.values()} == {Rank.BREAKS} else ()
-        order = sorted([*more, *finding.remedies], key=lambda it: self.outcome(it).rank)
+        order = sorted([*more, *finding.remedies], key=self._evidence)
         if self.outcome(order[0]).rank != Rank.TRAINS and (last := self._last(finding)):
             order.insert(order[0] not in self.tried, last)
         tried = tuple(self.outcome(it).tried for it in order)
         return replace(finding, remedies=tuple(order), tried=tried)
+
+    def _evidence(self, fix: Fix) -> tuple[object, ...]:
+        """Returns what fixes are ordered by: of those that train the nearest to float32, then exact ones."""
+        outcome = self.outcome(fix)
+        return outcome.rank, outcome.gap, outcome.rank == Rank.TRAINS and not fix.is_exact
 
     def outcome(self, fix: Fix) -> Outcome:
         """Returns what came of a fix."""
@@ -160,7 +167,9 @@ class Trial:
         loss = f"loss {said_of_fall(fall)}{there}"
         if fall >= need:
             so_far = f" for {self.wanted} steps" if self.wanted < len(self.seen.attempts) else ""
-            return Outcome(Tried(Rank.TRAINS, f"the script trains{so_far}, its {loss}"), seen)
+            gap = abs(fall - best) if there else 0.0
+            tried = Tried(Rank.TRAINS, f"the script trains{so_far}, its {loss}")
+            return Outcome(tried, seen, gap if gap > NEAR else 0.0)
         return Outcome(Tried(Rank.UNTRIED, f"all stays finite, but the {loss}"), seen)
 
 
