@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
 from ampatch.doctor.against.compare import compare_levels
-from ampatch.doctor.errors import describe_error
+from ampatch.doctor.errors import ScriptError, read_error
 from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.growth.brakes import MOST_STEPS
 from ampatch.doctor.growth.curves import describe_growth, facts_of
@@ -33,7 +33,7 @@ from ampatch.doctor.suspects import (
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
 from ampatch.doctor.trial.learning import can_try, find_what_learns
-from ampatch.doctor.trial.trial import ENOUGH, PART, Trial
+from ampatch.doctor.trial.trial import ENOUGH, PART, Explain, Trial, said_of_fall
 from ampatch.tools.folder import temporary_folder
 
 MOST_TRACED = 8  # attempts of one run
@@ -68,7 +68,7 @@ class Campaign:
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
-    ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
+    ended: dict[str, ScriptError] = field(default_factory=dict)  # how runs ended that raised, by name
     first_in_float32: Seen | None = None
     enough: int | None = None  # attempts in float32, of a long script
     spent: list[float] = field(default_factory=list)  # CPU seconds of each run
@@ -87,6 +87,8 @@ class Campaign:
         if self.seconds:
             self.run = replace(self.run, seconds=2 * self.seconds)
         self._say_what_was_not_watched(seen)
+        if "watched" in self.ended:
+            seen = replace(seen, is_open=True)
         attempts = seen.attempts
         growth = describe_growth(seen.growth, attempts) if attempts else None
         sample = pick_sample(seen.shares, attempts)
@@ -101,6 +103,8 @@ class Campaign:
             again = self._in_float32(seen, hidden, None if findings else sample)
             behind = merge(attempts, find_behind(again, hidden))
             findings = sorted(behind + findings, key=order_of)
+        elif self.ended.get("watched") and self.ended["watched"].is_raised:
+            again = self._in_float32(seen, (), None)
         if findings:
             findings = self._explain(findings, seen, again, growth or {})
         elif sample is not None:
@@ -108,11 +112,15 @@ class Campaign:
             more = {"autocast": self.seen["traced"].autocast, "float32_survives": True, "dtype": "float16"}
             self.silent += [replace(it, **more) for it in faults]
             self.unknown += [reason] if reason else []
+        if "watched" in self.ended and not findings and (of_half := self._of_half_alone(seen)):
+            findings = self._try([explain(of_half)], lambda *_: (), seen, again)
         harmless = merge(attempts, [it for it in origins if not it.has_reached])
         silent, learnt = self._examine_silent(seen, findings, harmless, growth or {})
         findings = findings or learnt
         is_kept = propose and findings and findings[0].float32_survives
         proposed = self._propose(findings[0].module, window) if is_kept else ()
+        untraced = self._say_what_was_not_traced(seen, origins, findings)
+        self._say_how_runs_ended(untraced, findings)
         compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
         return Report(
             *(tuple(findings), tuple(map(explain, harmless)), describe_scale(attempts), proposed, self.runs),
@@ -121,7 +129,7 @@ class Campaign:
             speed=self.seen["traced"].speed if window else None,
             against=compared,
             silent=silent,
-            untraced=self._say_what_was_not_traced(seen, origins, findings),
+            untraced=untraced,
             keep_fp32_cost=self._cost(window) if proposed else None,
         )
 
@@ -134,13 +142,18 @@ class Campaign:
         faults = [replace(it, facts=own | it.facts) for it in self.silent]
         is_whole = not (findings or self.ended)
 
-        def learns_less() -> bool:
+        def said_of_less() -> str:
             if not is_whole:
-                return False
+                return ""
             fall, best = (fall_of(it[: self.compared]) for it in (attempts, self._alone().attempts))
-            return best >= fall + LESS and fall < PART * best
+            is_less = best >= fall + LESS and fall < PART * best
+            return f"The loss {said_of_fall(fall)}, in float32 it {said_of_fall(best)}." if is_less else ""
 
-        silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), learns_less))
+        silent = tuple(
+            examine_silent(faults, attempts, findings, bool(self.ended), lambda: bool(said_of_less()))
+        )
+        if silent and self.tries and (less := said_of_less()):
+            silent = (replace(silent[0], facts=silent[0].facts | {"less": less}), *silent[1:])
         tryable = next((it for it in silent if can_try(it, self.run)), None)
         is_due = tryable is not None if silent else is_flat(attempts)
         if not (self.tries and attempts and is_due and is_whole):
@@ -175,10 +188,14 @@ class Campaign:
             there = findings_in(tried, origins_of(tried))
             return explained([replace(it, **places_before(it, run.changes)) for it in there])
 
-        found = explained(findings)
-        if found and self.tries:
-            found[0] = Trial(self._start, broken, self.run, seen, again, self.can_afford).order(found[0])
-        return found
+        return self._try(explained(findings), broken, seen, again)
+
+    def _try(self, findings: list[Finding], broken: Explain, seen: Seen, again: Seen) -> list[Finding]:
+        """Returns findings with what came of the fixes of the first."""
+        if findings and self.tries:
+            trial = Trial(self._start, broken, self.run, seen, again, self.can_afford)
+            findings[0] = trial.order(findings[0])
+        return findings
 
     def _say_what_was_not_watched(self, seen: Seen) -> None:
         if not seen.attempts and not seen.is_open:
@@ -206,11 +223,35 @@ class Campaign:
             again = "it did not happen again: seed what it draws"
             if self.seen["traced"].is_late:
                 again = f"that run was ended after {self.run.seconds:g} s (--seconds gives it more)"
-            reason = self.ended.get("traced", again).replace("run ended", "that run ended")
+            reason = f"that {self.ended['traced']}" if "traced" in self.ended else again
             return f"Step {step} broke, and could not be traced: {reason}."
-        is_unknown = "watched" in self.ended and not findings
-        ended = self.ended.get("traced", self.ended.get("watched"))  # which knows more
-        return f"The script broke by itself: {ended}" if is_unknown else ""
+        if "watched" not in self.ended or findings:
+            return ""
+        ended = self.ended.get("traced", self.ended["watched"])  # which knows more
+        advice = f"\n  -> {ended.advice}" if ended.advice else ""
+        return f"The script broke by itself: {ended}{advice}"
+
+    def _say_how_runs_ended(self, said: str, findings: Sequence[Finding]) -> None:
+        """Says which runs ended by an error that nothing else says, the same of several once."""
+        errors = [str(it.facts["error"]) for it in findings if "error" in it.facts]
+        for name, error in self.ended.items():
+            is_said = str(error) in (said, *self.unknown) or any(it in error.text for it in errors)
+            if not (is_said or error.text in said or any(it.endswith(error.text) for it in self.unknown)):
+                self.unknown.append(f"the {name} {error}")
+
+    def _of_half_alone(self, seen: Seen) -> Finding | None:
+        """Returns the finding that the script ends by an error, if it does not in float32."""
+        error = self.ended.get("traced", self.ended["watched"])
+        if not error.is_raised or "float32" in self.ended:
+            return None
+        step = seen.attempts[-1].step + 1 if seen.attempts else 0
+        name, _, text = error.text.partition(": ")
+        facts = {"error": text, "advice": error.advice, "halved": seen.halved}
+        return Finding(
+            *("", step, "error", None, "", name.rpartition(".")[2], error.where),
+            **{"autocast": self.seen["watched"].autocast, "float32_survives": True},
+            facts=facts | {"has_scaler": has_scaler(seen.attempts)},
+        )
 
     def _cost(self, window: Sequence[int]) -> float | None:
         """Returns how many times as long a step takes with what is kept, both traced, outside of what was.
@@ -326,10 +367,7 @@ class Campaign:
             seen = self.seen[name] = Seen.read(out)
         self.spent.append(cpu_of_children() - before)
         if status and name != "tried":
-            ended = self.ended[name] = f"run ended with status {status}: {describe_error(said)}"
-            error = ended.split("\n")[0]
-            if not any(it.endswith(error) for it in self.unknown):  # the same of each run, once
-                self.unknown.append(f"the {name} {error}")
+            self.ended[name] = read_error(status, said)
         self.silent += seen.silent if name in ("watched", "traced") else []
         return seen
 

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_outputs(report, arguments, script.name)
     except OSError as error:  # as of a full disk
         raise AmpError(f"the report was not written: {error}") from error
-    is_found = report.findings or any(it.is_mended for it in report.silent)
+    is_found = any(it.is_harmful for it in (*report.findings, *report.silent))
     return 1 if is_found else 3 if report.untraced else 0
 
 

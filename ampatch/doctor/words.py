@@ -52,7 +52,7 @@ def describe(report: Report) -> Iterator[str]:
         yield from said_of_growth(report.growth)
     if report.against:
         yield from said_of_comparison(report.against)
-    if report.speed and not report.findings and (said := said_of_speed(report.speed)):
+    if report.speed and not (report.findings or report.silent) and (said := said_of_speed(report.speed)):
         yield "Why mixed precision may not be faster here:"
         yield from (f"  - {line}" for line in said)
 
@@ -149,6 +149,8 @@ def describe_silent(
         subject = first.parameter or first.op
         yield f"Step {first.step}, {first.kind}: {subject}{module}, {first.where or 'line unknown'}"
         yield f"  {first.why}"
+        if less := first.facts.get("less"):
+            yield f"  {less}"
         if others:
             names = [str(it.parameter or it.op) for it in others]
             more = f" and {len(names) - MOST_SILENT} more" if len(names) > MOST_SILENT else ""

@@ -38,6 +38,7 @@ class Attempt:
     is_again: bool = False  # of the backward pass that the attempt before was of
     left_out: bool = False  # a model gave bad numbers, and no backward pass followed
     value: float = 0.0  # of the loss, of several backward passes their mean
+    buffer: str | None = None  # the first that has become bad
     seconds: float = 0.0  # since the attempt before, with what it costs to watch
 
     @property
@@ -118,7 +119,9 @@ class Watch(Instrument):
         state = tensors_in(list(optimizer.state.values()))
         held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
         self._now.weights &= are_finite(held)
-        self._now.weights &= {id(it) for it in self.clock.models.lost_buffers()} <= self._unset
+        lost = [it for it in self.clock.models.lost_buffers() if id(it) not in self._unset]
+        self._now.weights &= not lost
+        self._now.buffer = self.clock.models.name_of_buffer(lost[0]) if lost else None
         if self._losses:
             self._now.value = sum(self._losses) / len(self._losses) / (self._now.scale or 1.0)
         self._now.seconds = perf_counter() - self._since

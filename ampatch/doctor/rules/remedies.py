@@ -258,6 +258,21 @@ def cast_alike(finding: Finding) -> Fix | None:
     return Paste("cast what is put there to the type of what takes it", (change,)) if change else None
 
 
+def pair_casts(finding: Finding) -> Fix | None:
+    """Gives a backward of the script's own the types of its forward."""
+    device = repr(finding.autocast or "cuda")
+    text = (
+        f"decorate forward with torch.amp.custom_fwd(device_type={device}), and backward with "
+        f"torch.amp.custom_bwd(device_type={device}): both then run as the forward does"
+    )
+    return Words(text) if finding.phase == "backward" and not finding.is_gradient else None
+
+
+def advised(finding: Finding) -> Fix | None:
+    """Says what is known of an error."""
+    return Words(str(finding.facts["advice"])) if finding.facts.get("advice") else None
+
+
 def look_within(finding: Finding) -> Fix:
     """Names the backward that the script writes itself."""
     return Words(
@@ -323,8 +338,8 @@ COUNT_TARGETS = mend(
     tail=" / ({y} != -100).sum().clamp(min=1)",
 )
 CLAMP_COUNT = mend("clamp the count", "divide by count.clamp(min=1)", suffix=".clamp(min=1)")
-CLAMP_ROOT = mend("clamp what is under the root: x.clamp(min={eps})", suffix=CLAMP)
-CLAMP_BASE = mend("clamp the base: x.clamp(min={eps}) ** p", suffix=CLAMP)
+CLAMP_ROOT = mend("clamp what is under the root: x.clamp(min={eps})", is_exact=False, suffix=CLAMP)
+CLAMP_BASE = mend("clamp the base: x.clamp(min={eps}) ** p", is_exact=False, suffix=CLAMP)
 TAKE_0 = mend("take 0 for it where there is nothing to divide by", suffix=".where({x} > 0, float('inf'))")
 CLAMP_LOG = mend(
     "clamp before the log, or take a loss on logits (binary_cross_entropy_with_logits, cross_entropy)",
@@ -378,7 +393,7 @@ BEGIN_ABOVE_0 = (
 MEND_DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
 CAST_SMALLER = "make the numbers smaller before they are cast: normalize the input, or divide it"
 DIVIDE_LOSS = "divide each loss by the number of micro-steps, before its backward"
-FINFO = "torch.finfo(x.dtype).min, where nothing is added to it"
+FINFO = "torch.finfo(x.dtype).min, if nothing is added to the scores after it: the sum would be -inf"
 MASK = "mask with -1e4 in the place of -inf"
 FILL = "fill in the place of the product: x.masked_fill(mask, -1e4), or torch.where"
 ONE = "leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"

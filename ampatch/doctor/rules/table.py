@@ -23,4 +23,7 @@ def explain(finding: Finding) -> Finding:
     found = [first, *(Words(it.format(**words)) if isinstance(it, str) else it(finding) for it in rows)]
     fixes = dict.fromkeys(it for it in found if it)
     remedies = tuple(sorted(fixes, key=lambda it: not it.is_exact)) or (Words(do.LOOK),)
-    return replace(finding, cause=rule.name, why=rule.why.format(**words), remedies=remedies)
+    why = rule.why.format(**words)
+    if lost := finding.facts.get("lost_buffer"):
+        why += f" The buffer {lost} is not finite from then on: no step that is skipped mends it."
+    return replace(finding, cause=rule.name, why=why, remedies=remedies)

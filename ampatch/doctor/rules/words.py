@@ -18,7 +18,10 @@ def words_for(finding: Finding) -> dict[str, object]:
     if finding.is_silent:
         own = {name: getattr(finding, name) for name in ("op", "dtype", "input_largest")}
         return own | finding.facts
-    constant, largest = finding.facts.get("constant", (0.0, "", finding.dtype)), limit_of(finding.dtype)
+    constant, largest = (
+        finding.facts.get("constant", (0.0, "", finding.dtype)),
+        limit_of(finding.dtype or "float32"),
+    )
     half = constant[2] or finding.dtype
     turned = ""
     if finding.turns is not None:

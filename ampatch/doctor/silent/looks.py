@@ -219,11 +219,11 @@ class Looks(Rule):
         for it in wanted[:1]:
             have = plain(given).float()
             into, buffer = plain(repeated.args[0]).float(), self._buffer_of(operation.args[0])
-            if into.shape == it.shape and is_whole(into, it):
+            wrong = torch.isfinite(it) & ((have - it).abs() > WRONG * it.abs())
+            if into.shape == it.shape and is_whole(into, it) and (buffer or not wrong.any()):
                 if ((it != into) & ((have - it).abs() >= (it - into).abs() / 2)).any():
                     self._count(operation.record, operation.args[0], given)
                 continue
-            wrong = torch.isfinite(it) & ((have - it).abs() > WRONG * it.abs())
             if wrong.any():
                 worst = int((have - it).abs().where(wrong, 0).argmax())
                 numbers = {"have": have.flatten()[worst].item(), "wanted": it.flatten()[worst].item()}
@@ -300,7 +300,8 @@ class Looks(Rule):
         if half := half_in(first):
             angles = plain(operation.floating[0])
             largest = angles.abs().max().item() if angles.numel() else 0.0
-            error = largest * torch.finfo(getattr(torch, half)).eps / 2
+            power = 2.0 ** (math.frexp(largest)[1] - 1) if math.isfinite(largest) else math.inf
+            error = power * torch.finfo(getattr(torch, half)).eps / 2
             if 1 < error < math.inf:
                 self._notes.add("coarse_angles", first, largest=largest, error=error, dtype=half)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Rank, Tried, join
+from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Paste, Rank, Tried, join
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.rules.remedies import leave_half
+from ampatch.doctor.rules.remedies import leave_half, leave_own_half
 from ampatch.doctor.run import Run
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import FALL, fall_of, find_untried, is_collapse
@@ -20,6 +20,7 @@ ENOUGH = 200  # steps of a run that is tried, from the one that broke on
 MOST_JOINED = 3  # fixes that are made together
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
 NEAR = 0.05  # of the loss, by which it falls more or less than in float32: as well
+Explain = Callable[[Seen, Run], Sequence[Finding]]  # what broke in a traced run
 Parts = tuple[tuple[str | None, Fix], ...]  # of fixes at their lines
 
 
@@ -50,7 +51,7 @@ class Trial:
     """
 
     start: Callable[[str, Run], Seen]
-    explain: Callable[[Seen, Run], Sequence[Finding]]  # what broke in a traced run
+    explain: Explain
     run: Run
     seen: Seen
     again: Seen
@@ -72,7 +73,7 @@ class Trial:
         more = self._join(finding) if {it.rank for it in self.tried.values()} == {Rank.BREAKS} else ()
         order = sorted([*more, *finding.remedies], key=self._evidence)
         if self.outcome(order[0]).rank != Rank.TRAINS and (last := self._last(finding)):
-            order.insert(order[0] not in self.tried, last)
+            order.insert(not isinstance(last, Paste) and order[0] not in self.tried, last)
         tried = tuple(self.outcome(it).tried for it in order)
         return replace(finding, remedies=tuple(order), tried=tried)
 
@@ -87,7 +88,9 @@ class Trial:
 
     def _last(self, finding: Finding) -> Fix | None:
         """Returns the fix to leave half precision, which was tried by now, if the script learns so."""
-        fix, outcome = leave_half(finding), self._judge(self.again)
+        if finding.facts.get("advice"):  # an error that says what is wrong in the script
+            return None
+        fix, outcome = leave_own_half(finding) or leave_half(finding), self._judge(self.again)
         learns = outcome.rank == Rank.TRAINS and self.fall_of(self.again) >= FALL
         if fix is None or self.again.is_half or not learns:
             return None
