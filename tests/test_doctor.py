@@ -17,7 +17,7 @@ from torch import nn
 import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.doctor.campaign import findings_in, origins_of
-from ampatch.doctor.errors import describe_error
+from ampatch.doctor.errors import read_error
 from ampatch.doctor.finding import Finding, Report, merge, merge_steps
 from ampatch.doctor.instruments import watch as instrument
 from ampatch.doctor.instruments.clock import Clock
@@ -740,12 +740,13 @@ def test_steps_without_a_scale_do_not_make_a_search_a_collapse():
     ("raised", "advice"),
     [
         ("AssertionError: No inf checks were recorded for this optimizer.", "into the branch that has"),
-        ("RuntimeError: unscale_() has already been called on this optimizer since the", "once a step"),
+        ("RuntimeError: unscale_() has already been called on this optimizer since the", "same `if`"),
         ("RuntimeError: unscale_() is being called after step().", "before scaler.step"),
         ("ValueError: Attempting to unscale FP16 gradients.", "model.float()"),
         ("RuntimeError: The total norm is non-finite, so it cannot be clipped.", "error_if_nonfinite"),
         ("ValueError: Expected more than 1 value per channel when training", "drop_last"),
         ("RuntimeError: expected scalar type Float but found Half", "custom_fwd"),
+        ("ampatch.errors.BannedFunctionError: binary_cross_entropy is not safe", "BCEWithLogitsLoss"),
         ("ValueError: ... to satisfy the constraint Simplex(), but", "logits="),
         ("RuntimeError: step() has already been called since the last update().", "scaler.update() once"),
     ],
@@ -753,9 +754,9 @@ def test_steps_without_a_scale_do_not_make_a_search_a_collapse():
 def test_an_error_of_a_scaler_is_said_with_its_line_and_what_to_do(raised, advice):
     files = [f"{os.getcwd()}/train.py", torch.__file__, f"{os.path.dirname(torch.__file__)}/amp/x.py"]
     said = "".join(f'  File "{it}", line {at}, in f\n    g()\n' for at, it in enumerate(files, 7))
-    error, _, told = describe_error(f"Traceback:\n{said}{raised}\n").partition("\n  -> ")
-    assert error == f"{raised} (at train.py:7)"
-    assert advice in told
+    error = read_error(1, f"Traceback:\n{said}{raised}\n")
+    assert str(error) == f"run ended with status 1: {raised} (at train.py:7)"
+    assert advice in error.advice
 
 
 ANOMALY = """

@@ -302,7 +302,7 @@ class Looks(Rule):
             largest = angles.abs().max().item() if angles.numel() else 0.0
             power = 2.0 ** (math.frexp(largest)[1] - 1) if math.isfinite(largest) else math.inf
             error = power * torch.finfo(getattr(torch, half)).eps / 2
-            if 1 < error < math.inf:
+            if 1 <= error < math.inf:
                 self._notes.add("coarse_angles", first, largest=largest, error=error, dtype=half)
 
     def _look_at_float8(self, operation: Operation, _: object, given: Tensor) -> None:
