@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from ampatch.casts import cast_cache
+from ampatch.casts import cast as cast_state
 from ampatch.casts.cast import CASTS
 from apex_rows import shows
 from caching import HALF, MODES, WITHOUT_GRAD, X, assert_fresh, backward, by_hand, open_session, open_training
@@ -456,7 +456,7 @@ def interrupt(run, act):
         instructions = itertools.count()
 
         def trace(frame, event, arg, moment=moment, instructions=instructions):
-            if frame.f_code.co_filename != cast_cache.__file__:
+            if frame.f_code.co_filename != cast_state.__file__:
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode" and next(instructions) == moment:

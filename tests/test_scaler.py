@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ampatch as amp
-from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.scaler import LossScaler
+from ampatch.steps.scaler import BackwardOutcome, LossScaler
 from apex_rows import shows
 from helpers import Scalar, scaled_backward, snapshot
 

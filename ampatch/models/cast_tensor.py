@@ -14,9 +14,8 @@ from torch.nn import Module, Parameter
 
 from ampatch.levels.private import set_grad
 from ampatch.models.rounding import Effect, find_effect
-from ampatch.steps.grads.plain import cast_grads
-from ampatch.steps.masters.tensors import is_wrapper
-from ampatch.steps.masters.weight import Weight
+from ampatch.steps.gradients import cast_grads
+from ampatch.steps.masters import Weight, is_wrapper
 
 LEAST_SAMPLE = 16  # elements, to tell of a copied model whether it is averaged
 

@@ -25,13 +25,11 @@ from ampatch.patching.patcher import Patcher
 from ampatch.patching.torch_features import BeforeGraph
 from ampatch.session.members import Members
 from ampatch.session.request import Request, unwrap_optimizer
-from ampatch.steps.call import Call
 from ampatch.steps.events import Surroundings
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
-from ampatch.steps.grads.local import WatchForward, validate_sharded
-from ampatch.steps.masters.params import MasterParams
-from ampatch.steps.masters.weight import Weight
-from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.steps.gradients import WatchForward, validate_sharded
+from ampatch.steps.masters import MasterParams, Weight
+from ampatch.steps.optimizer import AmpOptimizer, Call
 
 logger = logging.getLogger("ampatch")
 
