@@ -100,7 +100,7 @@ class Sample(Instrument):
         self._clean = {id(it) for it in held if it.grad is None or not plain(it.grad).any()}
         if self._is_now and self._loss is None:
             self._loss = sum(loss.detach().sum().item() for loss in losses)
-            self._scale, self._where = self.clock.scale, user_line()
+            self._scale, self._where = self.clock.get_scale(), user_line()
             self._look_at_draws()
             self._device = torch.device("cpu")  # a checkpoint draws again in the backward
 
