@@ -36,7 +36,7 @@ from ampatch.session.request import (
     validate_optimizers,
 )
 from ampatch.steps.block import ScaledLoss
-from ampatch.steps.events import Surroundings, Tells
+from ampatch.steps.events import Changes, Surroundings, Tells
 from ampatch.steps.masters import fit_states
 from ampatch.steps.optimizer import AmpOptimizer, Call
 from ampatch.steps.scaler import BackwardOutcome, LossScaler
@@ -61,7 +61,8 @@ class Session(Surroundings):
         self._features = TorchFeatures()
         self._captures = Captures()
         self._distributed = DistributedPatch(self.members)
-        self._master_backwards = MasterBackwards(self.members, self.data_watch.watched)
+        self.changes = Changes()
+        self._master_backwards = MasterBackwards(self.members, self.data_watch.watched, self.changes)
         self.scaled_backwards = ScaledBackwards(self.members, self)
         # A block asks these two, each time: nothing stands between.
         self.capture, self.end_block = self._captures.current, self.casts.end_iteration
