@@ -266,7 +266,6 @@ class ScaledBackwards(SessionPatch):
             block.scaled.grad_fn.metadata[MARK] = block.scale
 
     def end_block(self, block: ScaledLoss) -> None:
-        """Notes that it ends."""
         if self.blocks.pop(id(block), None) is not None and block.scaled.grad_fn is not None:
             self._ended.append(block.scaled.grad_fn._sequence_nr())
 

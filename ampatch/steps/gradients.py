@@ -89,7 +89,6 @@ class EarlierGrads:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def take(self, params: Iterable[Tensor]) -> None:
-        """Takes the gradients of parameters away."""
         with torch._C.DisableTorchFunction():  # a mode would be told of each
             for param in params:
                 grad = param.grad
@@ -99,7 +98,6 @@ class EarlierGrads:
 
     @torch.no_grad()
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Changes them while they are away."""
         self.pairs = [(param, change(earlier)) for param, earlier in self.pairs]
 
     def give_back(self, *, beside: bool = False) -> None:
@@ -164,7 +162,6 @@ class MasterGrads:
             self.share(keeps_graphs=keeps_graphs, adds=adds)
 
     def clear(self) -> None:
-        """Clears both sides."""
         for pair in self.pairs:
             set_grad(pair.half, None)
             set_grad(pair.master, None)

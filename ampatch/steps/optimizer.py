@@ -540,5 +540,4 @@ def drop_after_overflow(
 
 
 def list_params(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters in the groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]

@@ -92,13 +92,11 @@ class ScaleWatch:
                 backward.notes.append((self._blocks[id(block)], id(optimizer), line, _see(optimizer)))
 
     def look_after(self, backward: PlainBackward) -> None:
-        """Notes those that it gave gradients to."""
         for found, key, line, seen in backward.notes:
             if seen.list_changed():
                 found[key] = line
 
     def warn_of_late(self) -> None:
-        """Warns of a backward after its block."""
         self._warner.warn("late", LATE)
 
     def _list_dynamic(self) -> list[AmpOptimizer]:
@@ -220,7 +218,6 @@ class ClipWatch(SessionPatch):
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was seen."""
         self._has_judged = False
 
     def patch(self, patcher: Patcher) -> None:
@@ -343,7 +340,6 @@ class StrangerWatch:
             stranger.begin_block(known)
 
     def end_block(self) -> None:
-        """Notes those that it has made."""
         for stranger in self._list():
             stranger.end_block()
 

@@ -66,20 +66,17 @@ class MisuseWatch(SessionListener):
             watch.open(undo)
 
     def call_is_set_up(self, opening: Opening) -> None:
-        """Warns of a call of `initialize` that works, and trains wrongly."""
         check_request(self._warner, opening.request, opening.amps)
         check_rounded(self._warner, opening.rounded, opening.request.policy)
         if opening.request.policy.casts_model:
             watch_buffers(self._warner, opening)
 
     def call_opened(self, opening: Opening) -> None:
-        """Watches the models of a call."""
         request = opening.request
         if request.policy.casts_model:
             self._half.watch(request.models, request.policy.master_weights)
 
     def wrapper_is_used(self, wrapper: object) -> None:
-        """Warns of a trainer that casts and scales as well, by the wrapper of its optimizer."""
         check_trainer(self._warner, wrapper)
 
     def block_begins(self, block: ScaledLoss) -> None:
@@ -95,22 +92,18 @@ class MisuseWatch(SessionListener):
             self._strangers.begin_block(block)
 
     def block_ends(self, block: ScaledLoss) -> None:
-        """Notes that a block ends, before its gradients are unscaled."""
         if not block.scale.is_identity:
             self._scale.end_block(block)
             if self._strangers.strangers:
                 self._strangers.end_block()
 
     def plain_backward_begins(self, backward: PlainBackward) -> None:
-        """Notes who has gradients before it."""
         self._scale.look_before(backward)
 
     def plain_backward_ended(self, backward: PlainBackward) -> None:
-        """Notes who has others after it."""
         self._scale.look_after(backward)
 
     def late_backward_begins(self, _: None) -> None:
-        """Warns of a backward after its block, before it runs."""
         self._scale.warn_of_late()
 
     def step_begins(self, amp: AmpOptimizer) -> None:
