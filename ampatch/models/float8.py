@@ -22,7 +22,7 @@ from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.ranks import is_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import list_parts
-from ampatch.models.kept import SINGLE_TYPES, Keep, inner_ids, select_named
+from ampatch.models.float32_parts import SINGLE_TYPES, Keep, inner_ids, select_named
 
 logger = logging.getLogger("ampatch")
 

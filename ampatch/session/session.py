@@ -18,7 +18,7 @@ from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_te
 from ampatch.levels.ranks import find_rank, say
 from ampatch.models.cast_tensor import Shared, list_parts
 from ampatch.models.float8 import describe
-from ampatch.models.kept import select_named
+from ampatch.models.float32_parts import select_named
 from ampatch.models.model import ModelCaster, validate_models
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
@@ -309,7 +309,9 @@ def warn_of_torch() -> None:
         logger.warning(
             "torch %s: ampatch was tested on torch %s to %s; what it casts may differ: compare with O0, and "
             "check the functions that matter to you with ampatch.testing",
-            *(torch.__version__, OLDEST, NEWEST),
+            torch.__version__,
+            OLDEST,
+            NEWEST,
         )
     for line in explain_missing(EAGER):
         logger.warning("torch %s has %s", torch.__version__, line)

@@ -16,7 +16,7 @@ from ampatch.session.request import Opening, Request, SessionListener
 from ampatch.session.session import Session
 from ampatch.steps.block import PlainBackward, ScaledLoss
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.watching.misuse.gradients import ClipWatch, GradScalerWatch, ScaleWatch, StrangerWatch
+from ampatch.watching.misuse.gradients import ClipWatch, GradScalerWatch, ScaleWatch, UnknownOptimizers
 from ampatch.watching.misuse.half_weights import (
     AverageWatch,
     HalfWatch,
@@ -40,7 +40,7 @@ class MisuseWatch(SessionListener):
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
         self._averages = AverageWatch(self._warner, session.data_watch.views)
-        self._strangers = StrangerWatch(self._warner, members, self._half)
+        self._unknown = UnknownOptimizers(self._warner, members, self._half)
 
     def session_closed(self, _: None) -> None:
         """Undoes what somebody else's patch kept from being undone, and lets everything be said again."""
@@ -59,10 +59,10 @@ class MisuseWatch(SessionListener):
             self._scaler.open(undo)
         if policy.casts_model:
             self._half.open(undo)
-            self._strangers.open(undo)
+            self._unknown.open(undo)
 
     def _open_scaled(self, undo: ExitStack) -> None:
-        for watch in (self._clip, self._scaler, self._strangers):
+        for watch in (self._clip, self._scaler, self._unknown):
             watch.open(undo)
 
     def call_is_set_up(self, opening: Opening) -> None:
@@ -88,14 +88,14 @@ class MisuseWatch(SessionListener):
                 self._open_scaled(undo)
                 self._session.enter(undo.pop_all())
         self._scale.begin_block(block)
-        if self._strangers.strangers:
-            self._strangers.begin_block(block)
+        if self._unknown.unknown:
+            self._unknown.begin_block(block)
 
     def block_ends(self, block: ScaledLoss) -> None:
         if not block.scale.is_identity:
             self._scale.end_block(block)
-            if self._strangers.strangers:
-                self._strangers.end_block()
+            if self._unknown.unknown:
+                self._unknown.end_block()
 
     def plain_backward_begins(self, backward: PlainBackward) -> None:
         self._scale.look_before(backward)
