@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampatch.sweeps.judge.advice import ELSEWHERE
-from ampatch.sweeps.judge.metric_names import is_about_accuracy, is_lower_better, most_important
-from ampatch.sweeps.judge.statistics import Sample, deviation, distance, mean, pooled_times
-from ampatch.sweeps.judge.summary import summarize
+from ampatch.sweeps.judge.advice import ELSEWHERE, summarize
+from ampatch.sweeps.judge.statistics import (
+    Quantity,
+    deviation,
+    distance,
+    is_about_accuracy,
+    is_lower_better,
+    mean,
+    most_important,
+    pooled_times,
+)
 from ampatch.sweeps.judge.verdict import OWN_FILES
 from ampatch.sweeps.rows import Curve, Distance, Ending, Outcome, Settings, Verdict
 from sweep_samples import ENVIRONMENT, run, times
@@ -117,28 +124,28 @@ def test_the_deviation_is_that_of_the_statistics_module(values):
 @pytest.mark.parametrize(
     ("sample", "spread", "unit"),
     [
-        (Sample((0.50, 0.52, 0.54), noise=9.0), 0.02, "seeds"),
-        (Sample((0.5,), noise=0.05), 0.05, "steps"),
-        (Sample((0.5, 0.5), noise=0.1), 0.1, "steps"),
-        (Sample((0.5, 0.5, 0.5)), 0.0025, "percent"),
-        (Sample((-100.0, -100.001)), 0.1, "seeds"),
-        (Sample((100.0,), noise=1e-9), 0.1, "steps"),
-        (Sample((0.0, 0.0)), 0.005, "percent"),
-        (Sample((0.0,), noise=0.0), 0.001, "steps"),
-        (Sample((1e-12,), first=2.0, noise=1e-13), 2e-6, "steps"),
+        (Quantity((0.50, 0.52, 0.54), noise=9.0), 0.02, "seeds"),
+        (Quantity((0.5,), noise=0.05), 0.05, "steps"),
+        (Quantity((0.5, 0.5), noise=0.1), 0.1, "steps"),
+        (Quantity((0.5, 0.5, 0.5)), 0.0025, "percent"),
+        (Quantity((-100.0, -100.001)), 0.1, "seeds"),
+        (Quantity((100.0,), noise=1e-9), 0.1, "steps"),
+        (Quantity((0.0, 0.0)), 0.005, "percent"),
+        (Quantity((0.0,), noise=0.0), 0.001, "steps"),
+        (Quantity((1e-12,), first=2.0, noise=1e-13), 2e-6, "steps"),
     ],
 )
 def test_the_unit_is_what_chance_does_and_at_least_a_thousandth_of_the_value(sample, spread, unit):
     assert sample.spread() == (pytest.approx(spread, rel=1e-4), unit)
     mean = sample.value
-    found = distance(Sample((mean - 3 * spread,)), sample, lower_is_better=True)
+    found = distance(Quantity((mean - 3 * spread,)), sample, lower_is_better=True)
     assert found.spreads == pytest.approx(3, rel=1e-3)
-    assert distance(Sample((mean - 3 * spread,)), sample, lower_is_better=False).spreads == -found.spreads
+    assert distance(Quantity((mean - 3 * spread,)), sample, lower_is_better=False).spreads == -found.spreads
 
 
 any_float = st.floats() | st.sampled_from([0.0, NAN, INF, -INF, 1e308, 5e-324])
 samples = st.builds(
-    Sample,
+    Quantity,
     st.lists(any_float, max_size=4).map(tuple),
     st.none() | st.floats(allow_nan=False, allow_infinity=False),
     st.none() | st.floats(0, allow_infinity=False),
@@ -316,8 +323,7 @@ def test_what_is_said_of_a_row(name):
     assert (found.verdict, found.reason) == (verdict, reason)
 
 
-def test_the_tolerance_is_in_spreads_and_o0_is_the_baseline_unless_it_diverged():
-    assert row("O1", *VERDICTS["beyond the tolerance"][0], tolerance=4.2).verdict is SAME
+def test_o0_is_the_baseline_unless_it_diverged():
     assert row("O0", *ORIGIN).verdict is BASELINE
     assert row("O0", run("O0", NAN)).verdict is DIVERGED
 
@@ -537,30 +543,6 @@ def test_rounds_under_the_same_conditions_are_compared_though_others_were_distur
 def test_times_on_different_devices_are_not_compared():
     found = summary(run("O0", device="H100"), run("O5", ms=2.0, device="H200"))
     assert "O0: it ran on H200, and O0 on H100. Run it" in found.recommendation.reason
-
-
-def test_a_level_that_loses_in_every_way_is_said_to_lose_also_on_a_busy_machine():
-    def found(needed, ms=30.0, lost=0.5, device="cpu"):
-        own = waits(run("O5", ms=ms, device=device), lost, processor_ms=needed)
-        runs = [waits(run("O0", device=device), 0.5, processor_ms=10.0), own]
-        place = replace(ENVIRONMENT, device=device)
-        return summarize(Settings("train.py", (), ("O0", "O5")), place, runs).recommendation
-
-    said = (
-        "O0 is the fastest here: nothing gains. O5 runs at 0.33x the speed of O0 (28.5 to 31.5 against 9.50 "
-    )
-    assert found(29.0).reason.startswith(said)
-    assert found(29.0, lost=0.2).reason.startswith(said)
-    assert f"cannot be told: at O0 {HAD} 50 % of the time that a run wanted it, and here 20 %." in (
-        found(29.0, lost=0.2).reason
-    )
-    assert f"cannot be told: {HAD} 50 % of the time that a run wanted it." in found(29.0).reason
-    assert found(29.0, lost=0.2).reason.count(HAD) == 1
-    assert (found(29.0).outcome, found(29.0).row) == (Outcome.STAY, "O0")
-    assert found(9.0, lost=0.2).reason.startswith("The speed of O5 is not known")
-    assert found(29.0, device="H100").reason.startswith("Too noisy to tell")
-    assert found(14.0).reason.startswith("Too noisy to tell")
-    assert found(29.0, ms=5.0).reason.startswith("Too noisy to tell")
 
 
 SLOW = "float16 is slow on a CPU: O1, O2"

@@ -28,7 +28,6 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """Returns what the user did."""
         return "Ctrl-C" if self.signal == signal.SIGINT else "" if self.signal is None else self.signal.name
 
     @property

@@ -10,7 +10,7 @@ import torch
 
 from ampatch.doctor.instruments.values import HALF
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.tools.numbers import ASCII
+from ampatch.tools import numbers
 
 QUANTITIES = ("output", "gradient", "gradient_norm", "weight")
 GROWN = 4.0  # times what it was at first: more than training usually does
@@ -177,10 +177,10 @@ def said_of_growth(growth: dict) -> list[str]:
         return []
     of = "" if began["quantity"] == "output" else "gradients of "
     weight = began["weight_times"] or 0.0
-    cause = f"; its weights are {ASCII.short(weight, 3)} times as large" if weight > GROWN / 2 else ""
+    cause = f"; its weights are {numbers.short(weight, 3)} times as large" if weight > GROWN / 2 else ""
     reached = name_of(began["reached"])
     last = f" Nearest to overflow: {reached}." if reached != name_of(began) else ""
-    factor = f" {ASCII.short(began['times'], 3)}-fold" if began["times"] else ""
+    factor = f" {numbers.short(began['times'], 3)}-fold" if began["times"] else ""
     return [
         f"Growth began at step {began['attempt']} in {of}{name_of(began)},{factor} by the end{cause}.{last}"
     ]

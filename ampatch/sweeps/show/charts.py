@@ -29,7 +29,6 @@ class LevelCurves:
 
     @property
     def values(self) -> NDArray[np.float64]:
-        """Returns all values that there are."""
         return np.concatenate([it.finite for it in (self.mean, *self.runs)])
 
 
