@@ -305,7 +305,7 @@ def test_an_interrupted_sweep_writes_and_shows_what_there_is(folder, runs, capsy
     assert [record.outcome for record in written(folder).records] == [Ending.FINISHED, Ending.INTERRUPTED]
     assert files_in(folder / "out") >= SAVED
     said = capsys.readouterr()
-    assert f"ampatch sweep: interrupted ({name})\ngo on with: " in said.err
+    assert f"ampatch sweep: interrupted ({name})\nto go on, add to the command: --resume" in said.err
     assert "O1" in said.out
 
 

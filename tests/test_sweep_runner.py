@@ -18,7 +18,7 @@ from ampatch.sweeps.results import to_plain
 from ampatch.sweeps.rows import Ending
 from ampatch.sweeps.runner import execute
 from ampatch.tools import process as processes
-from ampatch.tools.stop import Stop
+from ampatch.tools.process import Stop
 from helpers import is_alive, wait_until
 
 STEPPED = {"initialized": True, "steps": 12}

@@ -22,7 +22,7 @@ from ampatch.sweeps.results import Results
 from ampatch.sweeps.rows import BASELINE, LEVELS, Ending, Environment, Run, Sweep, finished
 from ampatch.sweeps.runner import Execute, execute
 from ampatch.tools.numbers import duration
-from ampatch.tools.stop import Stop
+from ampatch.tools.process import Stop
 
 # Times as long as O0 has taken: a level that needs more gains nothing, whatever it comes to.
 PATIENCE = 2

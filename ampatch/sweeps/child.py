@@ -25,8 +25,8 @@ from ampatch.sweeps.results import to_plain
 from ampatch.sweeps.rows import Ending, Run
 from ampatch.sweeps.runner import NO_STEPS, own_part
 from ampatch.tools.log_file import line_of, lines_of
+from ampatch.tools.process import Stop
 from ampatch.tools.seeds import kept_seeds, set_seeds, shifted_seeds
-from ampatch.tools.stop import Stop
 
 
 def main(arguments: Sequence[str]) -> None:

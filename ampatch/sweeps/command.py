@@ -12,13 +12,13 @@ from dataclasses import asdict
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP, UNSAFE_HELP
 from ampatch.apex.script import find_script
-from ampatch.sweeps.campaign import SweepCampaign, SweepProgress, command_as_typed, describe_machine
+from ampatch.sweeps.campaign import SweepCampaign, SweepProgress, describe_machine
 from ampatch.sweeps.plan import DEFAULTS, LEAST, Plan, make_plan, parse_rows
 from ampatch.sweeps.results import find_folder, find_last, open_results, read_sweep
 from ampatch.sweeps.rows import DEFAULT_LEVELS, LEVELS, Ending, Run
 from ampatch.sweeps.runner import refuse_ranks
 from ampatch.sweeps.show import terminal
-from ampatch.tools.stop import noting_signals
+from ampatch.tools.process import noting_signals
 
 SUMMARY = "train a script at several opt levels and compare speed, memory and accuracy"
 USAGE = """ampatch sweep [OPTIONS] SCRIPT [-- ARGS...]
@@ -111,7 +111,7 @@ def sweep(plan: Plan, out: str | None, *, resume: bool = False) -> int:
         if stop:
             say(f"ampatch sweep: interrupted ({stop.name})")
             if any(not record.failed for record in campaign.records):
-                say(f"go on with: {resuming_command(out)}")
+                say(f"to go on, add to the command: --resume --out {shlex.quote(str(out))}")
     if failed is not None and not isinstance(failed, BrokenPipeError):
         raise AmpError(f"the table could not be printed: {failed.strerror}")
     if failed is not None:
@@ -146,12 +146,3 @@ def runs_to_keep(out: str, plan: Plan) -> tuple[Run, ...]:
             "script, arguments, options and versions; without --resume all runs are made"
         )
     return tuple(it for it in before.records if it.outcome is not Ending.INTERRUPTED)
-
-
-def resuming_command(out: str) -> str:
-    """Returns the command line of this process with --resume."""
-    typed = command_as_typed()
-    given = shlex.split(typed)
-    added = [] if "--resume" in given else ["--resume"]
-    added += [] if any(word.split("=")[0] == "--out" for word in given) else ["--out", out]
-    return typed.replace("sweep", shlex.join(["sweep", *added]), 1) if added else typed

@@ -13,7 +13,7 @@ from ampatch.sweeps.child import FunctionRunner, Train
 from ampatch.sweeps.plan import DEFAULTS, SEED, Plan, in_use, parse_rows
 from ampatch.sweeps.results import open_results
 from ampatch.sweeps.rows import DEFAULT_LEVELS, Settings, Sweep
-from ampatch.tools.stop import Stop
+from ampatch.tools.process import Stop
 
 logger = logging.getLogger("ampatch")
 

@@ -18,8 +18,7 @@ from ampatch.sweeps.results import to_run
 from ampatch.sweeps.rows import Ending, Run
 from ampatch.tools.folder import HELD, temporary_folder
 from ampatch.tools.log_file import last_lines
-from ampatch.tools.process import GRACE_SECONDS, START, child_process, wait
-from ampatch.tools.stop import Stop
+from ampatch.tools.process import GRACE_SECONDS, START, Stop, child_process, wait
 
 Execute = Callable[[PlannedRun, float | None, Stop], Run]
 

@@ -56,7 +56,6 @@ class Chart:
 
 
 def draw(
-    title: str,
     curves: Sequence[tuple[Points, str, float]],
     crosses: Points,
     shown: tuple[float, float],

@@ -62,5 +62,5 @@ def chart(
     """Returns the chart of a curve, over attempts at a step."""
     curves = [(curve, BAD if marks.steps.size else ROW, 1.5)]
     whole = f"{title} of {name}" if name else title
-    svg = draw(whole, curves, marks, shown, (0, max(curve.steps[-1], 1)))
+    svg = draw(curves, marks, shown, (0, max(curve.steps[-1], 1)))
     return Chart(name or title, whole, words, svg)
