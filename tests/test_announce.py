@@ -30,7 +30,7 @@ def test_verbosity_0_prints_logs_and_writes_nothing_but_errors(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AMPATCH_POST_MORTEM", raising=False)
     monkeypatch.setattr(SESSION, "_said_torch", False)
-    monkeypatch.setattr("ampatch.session.announce.is_tested", lambda: False)
+    monkeypatch.setattr("ampatch.session.session.is_tested", lambda: False)
     caplog.set_level(logging.DEBUG, "ampatch")
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, loss_scale="dynamic")

@@ -73,7 +73,7 @@ ARROWS = {
     "models": {"errors", "levels", "lists", "casts", "steps"},
     "session": {"errors", "table", "levels", "casts", "patching", "models", "steps"},
     "watching": {"errors", "levels", "casts", "patching", "models", "steps", "session"},
-    PUBLIC: {"errors", "levels", "casts", "steps", "session", "watching"},
+    PUBLIC: {"errors", "levels", "steps", "session", "watching"},
     "testing": {PUBLIC, "table", "lists", "casts", "patching", "session"},
     "apex": {PUBLIC, "table", "lists", "levels", "patching", "steps"},
     "integrations": {PUBLIC},

@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 import ampatch as amp
 from ampatch.apex.multi_tensor_apply.norms import compute_type, norms, total_norm
-from ampatch.steps.masters.tensors import is_wrapper
+from ampatch.steps.masters import is_wrapper
 
 __all__ = [
     "multi_tensor_scale",

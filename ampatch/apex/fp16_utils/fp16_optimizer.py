@@ -20,7 +20,7 @@ from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from ampatch.apex.fp16_utils.master_optimizer import MasterOptimizer, validate_no_masters_of_amp
 from ampatch.levels.stack import asked
 from ampatch.steps.foreign_step import list_wrapped
-from ampatch.steps.ranks import Agreement, agree_
+from ampatch.steps.scaler import Agreement, agree_
 
 # As those of `amp`; a DynamicLossScaler alone begins at 2**32.
 DYNAMIC = {"init_scale": 2.0**16, "scale_window": 2000, "max_loss_scale": 2.0**24}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter, Sequential
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampatch.steps.masters.tensors import is_wrapper
+from ampatch.steps.masters import is_wrapper
 
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 import ampatch as amp
 from ampatch.apex.master_lists import MasterLists
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.steps.masters.params import MasterParams, fit_states
-from ampatch.steps.masters.weight import Weight
+from ampatch.steps.masters import MasterParams, Weight, fit_states
 
 
 def attribute_of(part: str, name: str, *default: object) -> property:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampatch.steps.masters.tensors import is_wrapper
+from ampatch.steps.masters import is_wrapper
 
 Kind = tuple[torch.device, torch.dtype, bool]
 

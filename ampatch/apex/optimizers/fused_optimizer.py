@@ -18,7 +18,7 @@ from ampatch.apex.amp_C import write_
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.multi_tensor_apply.norms import Kind, kind_of
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.steps.masters.tensors import is_wrapper, make_dense, refine
+from ampatch.steps.masters import is_wrapper, make_dense, refine
 
 Group = dict[str, object]
 Params = Iterable[Tensor] | Iterable[Group]
