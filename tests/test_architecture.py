@@ -80,7 +80,7 @@ ARROWS = {
     "tools": {PUBLIC},
     "sweeps": {PUBLIC, "apex", "tools"},
     "doctor": {PUBLIC, "apex", "levels", "patching", "steps", "tools"},
-    "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing", "tools"},
+    "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing"},
 }
 
 
@@ -316,8 +316,7 @@ def test_a_docstring_begins_with_one_line_that_ends_with_a_full_stop():
 
 # `maybe_print` of _amp_state.py prints what a script tells it to.
 PRINTING = {
-    *("levels/ranks.py", "__main__.py", "testing/lists_command.py", "sweeps/terminal/view.py"),
-    "sweeps/env_command.py",
+    *("levels/ranks.py", "__main__.py", "testing/lists_command.py"),
     *("apex/amp/_amp_state.py", "apex/checking/command.py", "doctor/command.py"),
 }
 
