@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from ampatch.apex import fp16_utils, normalization, optimizers, parallel
-from ampatch.apex.legacy.mending import trusted, unpickler
-from ampatch.apex.legacy.mending.legacy import legacy
+from ampatch.apex.legacy import pickles
+from ampatch.apex.legacy.mending import legacy
 
 MODELS = """
 import collections, enum, os, subprocess, torch
@@ -260,7 +260,7 @@ def test_modules_and_optimizers_of_apex_are_loaded_by_its_name_and_by_ours(name,
 
 @pytest.mark.parametrize("of", [torch.nn.functional, torch, torch.Tensor], ids=lambda of: of.__name__)
 def test_a_model_may_hold_the_activations_of_torch(of):
-    names = [name for name in trusted.ACTIVATIONS if hasattr(of, name)]
+    names = [name for name in pickles.ACTIVATIONS if hasattr(of, name)]
     with legacy():
         loaded = torch.load(saved({name: getattr(of, name) for name in names}))
     assert len(names) >= 6
@@ -373,20 +373,20 @@ def test_a_class_of_a_library_in_the_folder_is_not_the_scripts(models, tmp_path)
 )
 def test_an_array_that_does_not_fit_its_bytes_is_refused(state):
     function, args, _ = np.empty(0).__reduce__()
-    with pytest.raises(trusted.RefusedError, match="numpy"):
-        unpickler.load(io.BytesIO(pickle.dumps(Call(function, *args, state=state), 2)))
+    with pytest.raises(pickles.RefusedError, match="numpy"):
+        pickles.load(io.BytesIO(pickle.dumps(Call(function, *args, state=state), 2)))
 
 
 def test_an_array_whose_memory_a_tensor_shares_is_not_filled_again():
     array = np.ones(2)
-    with pytest.raises(trusted.RefusedError, match="does not fit"):
-        trusted.fill_array(array, array.__reduce__()[2])
+    with pytest.raises(pickles.RefusedError, match="does not fit"):
+        pickles.fill_array(array, array.__reduce__()[2])
 
 
 def test_a_type_of_numpy_that_lies_about_its_memory_is_refused():
     lie = Call(np.dtype, "f8", False, True, state=(3, "<", None, None, None, 800, 1, 0))
-    with pytest.raises(trusted.RefusedError, match="fields or units"):
-        unpickler.load(io.BytesIO(pickle.dumps(lie, 2)))
+    with pytest.raises(pickles.RefusedError, match="fields or units"):
+        pickles.load(io.BytesIO(pickle.dumps(lie, 2)))
 
 
 def test_what_a_script_says_itself_is_obeyed(models):

@@ -17,11 +17,9 @@ import numpy as np
 import torch
 
 from ampatch.apex.changes import Changes, is_library, script_frame, wrap
-from ampatch.apex.drop_in.real import find_elsewhere
-from ampatch.apex.legacy.finding import is_gone
-from ampatch.apex.legacy.name_rows import LINALG, NAMES
-from ampatch.apex.legacy.old import Old
-from ampatch.apex.legacy.patterns import METHODS
+from ampatch.apex.drop_in import find_elsewhere
+from ampatch.apex.legacy.finding import METHODS, is_gone
+from ampatch.apex.legacy.rows import LINALG, NAMES, Old
 from ampatch.levels.stack import asked
 
 # The linear algebra that torch still has the names of, and that raises.
@@ -183,7 +181,7 @@ class OldModule(ModuleType):
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
         self._notices.warn(self._row)
-        return getattr(pkgutil.resolve_name(self._row.new), name)
+        return getattr(pkgutil.resolve_name(self._row.new.removesuffix(":")), name)
 
 
 def warned(function: Callable, notices: Notices, row: Old, /, *args: object, **kwargs: object) -> object:
