@@ -206,17 +206,6 @@ def run_iteration(model, optimizer, factor=1.0, **options):
     optimizer.step()
 
 
-@shows("scale-delay-check")
-def test_a_delayed_overflow_check_leaves_the_scale_and_counts_at_the_next_one():
-    model, optimizer = open_session()
-    run_iteration(model, optimizer, INF, delay_overflow_check=True)
-    assert amp.get_loss_scale() == 2.0**16
-    assert amp.step_was_skipped(optimizer)
-    run_iteration(model, optimizer)
-    assert amp.get_loss_scale() == 2.0**15
-    assert not amp.step_was_skipped(optimizer)
-
-
 @shows("scaler-state-dict")
 def test_a_state_dict_is_that_of_apex_and_survives_json():
     model, optimizer = open_session(num_losses=2)

@@ -321,7 +321,6 @@ class Explanation:
         return "\n\n".join(blocks)
 
     def _repr_html_(self) -> str:
-        """Shows a notebook what `str` writes."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
 

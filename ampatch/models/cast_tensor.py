@@ -112,7 +112,6 @@ class Float32Values:
         self._add(Weight(successor, precise, self.shared.touched))
 
     def forget(self, tensor: Tensor) -> None:
-        """Drops what is known of a tensor."""
         for known in (self._weights, self.shared.known):
             known.pop(id(tensor), None)
 

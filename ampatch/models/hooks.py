@@ -240,7 +240,6 @@ class _StateDictHook:
         self._part = part
 
     def find_values(self, tensor: Tensor) -> Float32Values:
-        """Returns those that know a tensor."""
         return next((values for values in self._values if tensor in values), self._values[0])
 
     def find_tensors(self, module: Module) -> dict[str, Tensor]:
@@ -326,7 +325,6 @@ def replace_methods(module: Module) -> None:
 
 
 def restore_methods(module: Module) -> None:
-    """Takes them back."""
     for name in [name for name, value in vars(module).items() if isinstance(value, MethodInside)]:
         delattr(module, name)
 

@@ -21,8 +21,7 @@ from ampatch.levels.undo import weakly
 from ampatch.models import hooks
 from ampatch.models.cast_tensor import CastModule, CastTensor, Float32Values, Shared, list_parts, own_tensors
 from ampatch.models.float8 import convert_to_float8
-from ampatch.models.hooks import ExplainMismatch, replace_methods, restore_methods
-from ampatch.models.kept import (
+from ampatch.models.float32_parts import (
     Keep,
     add_owners,
     add_sharers,
@@ -33,6 +32,7 @@ from ampatch.models.kept import (
     select_outermost,
     select_without_kernel,
 )
+from ampatch.models.hooks import ExplainMismatch, replace_methods, restore_methods
 from ampatch.models.rounding import Effect
 
 

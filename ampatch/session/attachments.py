@@ -123,9 +123,11 @@ class Attachments:
             for param in new:
                 param.grad = None
             logger.warning(
-                "%s: %d %s had a gradient, which a block of scale_loss may have scaled: it was "
+                "%s: %d new parameter%s had a gradient, which a block of scale_loss may have scaled: it was "
                 "dropped; for a gradient of a new parameter to count, add the parameter before the block",
-                *(where, len(new), "new parameter" if len(new) == 1 else "new parameters"),
+                where,
+                len(new),
+                "s" * (len(new) > 1),
             )
 
 

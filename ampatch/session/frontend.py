@@ -21,7 +21,7 @@ from ampatch.levels.overrides import Overrides, parse_flag, resolve
 from ampatch.levels.policy import Policy
 from ampatch.levels.stack import warn
 from ampatch.models.float8 import LayersExplained, explain_layers
-from ampatch.models.kept import Keep, normalize_keep
+from ampatch.models.float32_parts import Keep, normalize_keep
 from ampatch.patching.patcher import qualify
 from ampatch.patching.torch_patch import Function, Registration, decorate, validate_place
 from ampatch.session.request import (

@@ -22,7 +22,7 @@ from ampatch.models.cast_tensor import Float32Values, own_tensors
 from ampatch.models.hooks import list_tensors
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 from ampatch.steps.block import LateLoss, PlainBackward, ScaledLoss
-from ampatch.steps.events import Surroundings
+from ampatch.steps.events import Changes, Surroundings
 from ampatch.steps.foreign_step import find_hooked
 from ampatch.steps.masters import Weight
 from ampatch.steps.optimizer import AmpOptimizer, Call, Phase
@@ -187,9 +187,9 @@ class MasterBackwards(SessionPatch):
     `torch.autograd.backward`, as the doctor does, sees afterwards what scripts will see.
     """
 
-    def __init__(self, members: Members, weights: WeakValueDictionary[int, Weight]) -> None:
+    def __init__(self, members: Members, weights: WeakValueDictionary[int, Weight], changes: Changes) -> None:
         super().__init__()
-        self._members, self._weights = members, weights
+        self._members, self._weights, self._changes = members, weights, changes
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what makes gradients, and how they are assigned.
@@ -200,7 +200,7 @@ class MasterBackwards(SessionPatch):
         place = (torch.autograd, "backward") if is_missing else RUN_BACKWARD.find_place()
         patcher.replace(*place, self._watch(getattr(*place)))
         original = get_raw(Tensor, "grad")
-        weights = self._weights.data  # where nothing written in Python looks them up
+        weights, changes = self._weights.data, self._changes  # where nothing written in Python looks them up
 
         def assign(tensor: Tensor, grad: Tensor | None) -> None:
             find = weights.get(id(tensor))
@@ -209,6 +209,8 @@ class MasterBackwards(SessionPatch):
                 original.__set__(tensor, grad)
             else:
                 weight.assign_grad(tensor, grad)
+                if grad is not None:
+                    changes.count += 1
 
         patcher.replace(Tensor, "grad", AssignedGrad(original, assign))
 
@@ -222,9 +224,11 @@ class MasterBackwards(SessionPatch):
             for amp in amps:
                 if amp.masters.pairs:
                     amp.begin_backward()
+            self._changes.count += 1
             try:
                 return run(*args, **kwargs)
             finally:
+                self._changes.count += 1  # again: another thread may have looked meanwhile
                 for amp in amps:
                     if amp.masters.pairs:
                         amp.end_backward()
@@ -262,7 +266,6 @@ class ScaledBackwards(SessionPatch):
             block.scaled.grad_fn.metadata[MARK] = block.scale
 
     def end_block(self, block: ScaledLoss) -> None:
-        """Notes that it ends."""
         if self.blocks.pop(id(block), None) is not None and block.scaled.grad_fn is not None:
             self._ended.append(block.scaled.grad_fn._sequence_nr())
 

@@ -21,7 +21,7 @@ from ampatch.errors import AmpError, AmpTypeError, AmpValueError
 from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.levels.private import steps_in_backward
-from ampatch.models.kept import Keep
+from ampatch.models.float32_parts import Keep
 from ampatch.models.rounding import Effect
 from ampatch.steps.block import PlainBackward, ScaledLoss
 from ampatch.steps.events import Listener

@@ -18,7 +18,7 @@ from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_te
 from ampatch.levels.ranks import find_rank, say
 from ampatch.models.cast_tensor import Shared, list_parts
 from ampatch.models.float8 import describe
-from ampatch.models.kept import select_named
+from ampatch.models.float32_parts import select_named
 from ampatch.models.model import ModelCaster, validate_models
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
@@ -36,7 +36,7 @@ from ampatch.session.request import (
     validate_optimizers,
 )
 from ampatch.steps.block import ScaledLoss
-from ampatch.steps.events import Surroundings, Tells
+from ampatch.steps.events import Changes, Surroundings, Tells
 from ampatch.steps.masters import fit_states
 from ampatch.steps.optimizer import AmpOptimizer, Call
 from ampatch.steps.scaler import BackwardOutcome, LossScaler
@@ -61,7 +61,8 @@ class Session(Surroundings):
         self._features = TorchFeatures()
         self._captures = Captures()
         self._distributed = DistributedPatch(self.members)
-        self._master_backwards = MasterBackwards(self.members, self.data_watch.watched)
+        self.changes = Changes()
+        self._master_backwards = MasterBackwards(self.members, self.data_watch.watched, self.changes)
         self.scaled_backwards = ScaledBackwards(self.members, self)
         # A block asks these two, each time: nothing stands between.
         self.capture, self.end_block = self._captures.current, self.casts.end_iteration
@@ -308,7 +309,9 @@ def warn_of_torch() -> None:
         logger.warning(
             "torch %s: ampatch was tested on torch %s to %s; what it casts may differ: compare with O0, and "
             "check the functions that matter to you with ampatch.testing",
-            *(torch.__version__, OLDEST, NEWEST),
+            torch.__version__,
+            OLDEST,
+            NEWEST,
         )
     for line in explain_missing(EAGER):
         logger.warning("torch %s has %s", torch.__version__, line)

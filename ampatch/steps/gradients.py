@@ -15,6 +15,7 @@ from ampatch.errors import AmpError
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import TAKES_ANY_GRAD, has_function_modes, is_expanded, set_grad, withholds_grads
 from ampatch.levels.ranks import has_ranks, select_sharded
+from ampatch.steps.events import Changes
 from ampatch.steps.masters import Weight
 from ampatch.steps.scaler import Scale, list_meshes
 
@@ -88,7 +89,6 @@ class EarlierGrads:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def take(self, params: Iterable[Tensor]) -> None:
-        """Takes the gradients of parameters away."""
         with torch._C.DisableTorchFunction():  # a mode would be told of each
             for param in params:
                 grad = param.grad
@@ -98,7 +98,6 @@ class EarlierGrads:
 
     @torch.no_grad()
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Changes them while they are away."""
         self.pairs = [(param, change(earlier)) for param, earlier in self.pairs]
 
     def give_back(self, *, beside: bool = False) -> None:
@@ -134,8 +133,10 @@ class MasterGrads:
     while a session is open assigns it on both (`Weight.assign_grad`).
     """
 
-    def __init__(self, pairs: list[Weight]) -> None:
+    def __init__(self, pairs: list[Weight], changes: Changes | None = None) -> None:
         self.pairs = pairs
+        self._changes = changes if TAKES_ANY_GRAD else None
+        self._settled: object = None  # how many weights and changes there were when all sides agreed
 
     def share(self, *, keeps_graphs: bool = False, adds: bool = False) -> None:
         """Has both sides hold the gradient that counts; no host sync.
@@ -144,16 +145,23 @@ class MasterGrads:
         `adds`, what the master holds counts beside a half gradient: a backward has reached both, or what was
         there before was put there.
         """
-        changed = []
+        settled = None if self._changes is None else (len(self.pairs), self._changes.count)
+        changed, is_settled = [], True
         with torch._C.DisableTorchFunction():  # a mode, as of a default device, would see each attribute
             for pair in self.pairs:
                 if pair.half.grad is not pair.master.grad and (TAKES_ANY_GRAD or not pair.holds_grad()):
                     changed.append(pair)
         if changed:  # modes see the casts, as the doctor's, which follows bad numbers
-            _settle(changed, keeps_graphs, adds)
+            is_settled = _settle(changed, keeps_graphs, adds)
+        self._settled = settled if is_settled else None
+
+    def share_changed(self, *, keeps_graphs: bool = False, adds: bool = False) -> None:
+        """Does so unless nothing was seen since both sides agreed: the next step looks again."""
+        changes = self._changes
+        if changes is None or self._settled != (len(self.pairs), changes.count):
+            self.share(keeps_graphs=keeps_graphs, adds=adds)
 
     def clear(self) -> None:
-        """Clears both sides."""
         for pair in self.pairs:
             set_grad(pair.half, None)
             set_grad(pair.master, None)
@@ -165,15 +173,18 @@ class MasterGrads:
 
 
 @torch.no_grad()
-def _settle(changed: Sequence[Weight], keeps_graphs: bool, adds: bool) -> None:
-    new = []
+def _settle(changed: Sequence[Weight], keeps_graphs: bool, adds: bool) -> bool:
+    """Returns whether no half gradient was left as it is."""
+    new, are_all = [], True
     for pair in changed:
         grad = pair.half.grad
         if grad is None or grad.dtype not in HALF_TYPES:
             pair.hold_grad(pair.find_grad())
         elif pair.master.grad is not None and not adds:  # which a reducer has copied into its bucket
             pair.hold_grad(pair.master.grad)
-        elif not (keeps_graphs and grad.requires_grad):
+        elif keeps_graphs and grad.requires_grad:
+            are_all = False
+        else:
             new.append(pair)
     for part in _split(new):
         halves, masters = [], []
@@ -188,6 +199,7 @@ def _settle(changed: Sequence[Weight], keeps_graphs: bool, adds: bool) -> None:
                 set_grad(pair.master, cast)
             else:
                 pair.hold_grad(cast)
+    return are_all
 
 
 def _split(pairs: Sequence[Weight]) -> list[Sequence[Weight]]:

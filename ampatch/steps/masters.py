@@ -377,11 +377,9 @@ class MasterParams:
         return iter(self.pairs)
 
     def get(self, half: Tensor) -> Weight | None:
-        """Returns the pair of a half parameter, None if it has no master here."""
         return self._by_half.get(id(half))
 
     def owns(self, param: Tensor) -> bool:
-        """Whether a parameter is one of the masters."""
         return id(param) in self.by_master
 
     def stepped_params(self) -> list[Tensor]:

@@ -175,7 +175,7 @@ class AmpOptimizer:
         self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
         self._lock = masters.lock
-        self.grads = MasterGrads(masters.pairs)
+        self.grads = MasterGrads(masters.pairs, around.changes)
         self.around, self._events = around, around.events
         self.phase = Phase.UNSCALED
         self.scale: Scale | None = None  # by which gradients are multiplied that are DELAYED, LOCAL or READ
@@ -267,7 +267,7 @@ class AmpOptimizer:
         if self.phase is Phase.READ:  # a plain one, which may average them
             scale_again((), self.masters, Scale(self.scale.scaler, 1.0))
         elif self.phase is not Phase.LOCAL:
-            self.grads.share(keeps_graphs=True)
+            self.grads.share_changed(keeps_graphs=True)
             if self.block is None and has_ranks() and not self.earlier.pairs:
                 self.set_aside()
 
@@ -307,7 +307,7 @@ class AmpOptimizer:
         """
         if self.masters.pairs:
             self.masters.install_again()
-            self.grads.share(adds=self.phase is Phase.LOCAL)
+            self.grads.share_changed(adds=self.phase is Phase.LOCAL)
         if self.phase is not Phase.UNSCALED:
             self.phase, self.scale = Phase.UNSCALED, None
             self.restore_grads()  # scaled as well
@@ -540,5 +540,4 @@ def drop_after_overflow(
 
 
 def list_params(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters in the groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]

@@ -27,7 +27,6 @@ class Diagnosis(SessionListener):
             sys.modules["ampatch"].diagnose  # noqa: B018
 
     def call_opened(self, opening: Opening) -> None:
-        """Watches, once all is set up."""
         request = opening.request
         if parse_flag("diagnose", request.options["diagnose"]):
             diagnose = sys.modules["ampatch"].diagnose

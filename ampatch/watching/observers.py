@@ -87,24 +87,20 @@ class Observers(SessionListener):
             observer.on_objects(request.models, request.optimizers)
 
     def block_begins(self, block: ScaledLoss) -> None:
-        """Tells of the loss."""
         with torch._C.DisableTorchFunction():  # a mode of theirs takes it for a part of the loss
             loss = block.loss.detach()
         for observer in self.all:
             observer.on_loss(loss, block.scaler.loss_id)
 
     def block_ended(self, block: ScaledLoss) -> None:
-        """Tells of the backward."""
         for observer in self.all:
             observer.on_backward(block.scaler.loss_id)
 
     def step_begins(self, amp: AmpOptimizer) -> None:
-        """Tells of the step before it."""
         for observer in self.all:
             observer.on_step_begin(amp.optimizer)
 
     def step_ended(self, amp: AmpOptimizer) -> None:
-        """Tells of the step after it."""
         for observer in self.all:
             observer.on_step(amp.optimizer)
 

@@ -64,7 +64,7 @@ class Patient(ScalerInUse):
     def report(self) -> Report:
         """Returns what was found as `ampatch doctor` reports it; `runs` counts the replays."""
         scale, unknown = describe_scale(self.attempts), tuple(dict.fromkeys(self.unknown))
-        return Report(self.findings, self.harmless, scale, (), self.replays, unknown)
+        return Report(self.findings, self.harmless, scale, self.replays, unknown)
 
     def __str__(self) -> str:
         return "\n".join(describe(self.report()))

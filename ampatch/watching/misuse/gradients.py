@@ -92,13 +92,11 @@ class ScaleWatch:
                 backward.notes.append((self._blocks[id(block)], id(optimizer), line, _see(optimizer)))
 
     def look_after(self, backward: PlainBackward) -> None:
-        """Notes those that it gave gradients to."""
         for found, key, line, seen in backward.notes:
             if seen.list_changed():
                 found[key] = line
 
     def warn_of_late(self) -> None:
-        """Warns of a backward after its block."""
         self._warner.warn("late", LATE)
 
     def _list_dynamic(self) -> list[AmpOptimizer]:
@@ -220,7 +218,6 @@ class ClipWatch(SessionPatch):
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was seen."""
         self._has_judged = False
 
     def patch(self, patcher: Patcher) -> None:
@@ -283,7 +280,7 @@ SCALED = (
 
 
 @dataclass(slots=True, eq=False)
-class Stranger:
+class UnknownOptimizer:
     """An optimizer that initialize never saw, and the gradients that blocks have left it, scaled."""
 
     find: ref[Optimizer]
@@ -311,8 +308,8 @@ class Stranger:
         return any(bool((grad.coalesce().values() if grad.is_sparse else grad).any()) for grad in left)
 
 
-class StrangerWatch:
-    """Looks at what strangers step; a hook before the step of every optimizer there is."""
+class UnknownOptimizers:
+    """Looks at what unknown optimizers step; a hook before the step of every optimizer there is."""
 
     def __init__(self, warner: Warner, members: Members, half: HalfWatch) -> None:
         self._warner, self._members, self._half = warner, members, half
@@ -321,7 +318,7 @@ class StrangerWatch:
     def _forget(self) -> None:
         self._is_open = False
         self._seen: set[int] = set()  # optimizers that were looked at, by id, since the last call
-        self.strangers: dict[int, Stranger] = {}  # by the id of the optimizer
+        self.unknown: dict[int, UnknownOptimizer] = {}  # by the id of the optimizer
 
     def open(self, undo: ExitStack) -> None:
         """Puts the hook there, unless it is; `undo` receives the way back."""
@@ -331,25 +328,24 @@ class StrangerWatch:
             undo.callback(self._forget)
             undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
-    def _list(self) -> Iterator[Stranger]:
-        self.strangers = {key: one for key, one in self.strangers.items() if one.find() is not None}
-        yield from self.strangers.values()
+    def _list(self) -> Iterator[UnknownOptimizer]:
+        self.unknown = {key: one for key, one in self.unknown.items() if one.find() is not None}
+        yield from self.unknown.values()
 
     def begin_block(self, block: ScaledLoss) -> None:
-        """Notes the gradients of strangers before a block that scales."""
+        """Notes the gradients of unknown optimizers before a block that scales."""
         amps = self._members.optimizers() if block.scale.capture is None else ()
         known = {id(param) for amp in amps for param in (*amp.params(), *amp.masters.model_params())}
-        for stranger in self._list() if amps else ():
-            stranger.begin_block(known)
+        for one in self._list() if amps else ():
+            one.begin_block(known)
 
     def end_block(self) -> None:
-        """Notes those that it has made."""
-        for stranger in self._list():
-            stranger.end_block()
+        for one in self._list():
+            one.end_block()
 
     def _check(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         key = id(optimizer)
-        if torch.compiler.is_dynamo_compiling() or (key in self._seen and key not in self.strangers):
+        if torch.compiler.is_dynamo_compiling() or (key in self._seen and key not in self.unknown):
             return
         amp = None if key in self._seen else self._members.find(optimizer)
         if amp is not None:  # its own hook comes later
@@ -361,10 +357,10 @@ class StrangerWatch:
         self._seen.add(key)
 
     def _check_scaled(self, optimizer: Optimizer) -> None:
-        stranger = self.strangers.get(id(optimizer))
-        if stranger is None or stranger.find() is not optimizer:  # ids are used again
-            self.strangers[id(optimizer)] = Stranger(ref(optimizer))
-        elif not self._warner.has_said("stranger") and stranger.steps_scaled():
+        one = self.unknown.get(id(optimizer))
+        if one is None or one.find() is not optimizer:  # ids are used again
+            self.unknown[id(optimizer)] = UnknownOptimizer(ref(optimizer))
+        elif not self._warner.has_said("stranger") and one.steps_scaled():
             self._warner.warn("stranger", SCALED.format(type(optimizer).__name__))
 
     def _steps_half(self, optimizer: Optimizer) -> bool:

@@ -171,7 +171,6 @@ class AverageWatch:
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was seen."""
         self._tracks: WeakKeyDictionary[Shared, Track] = WeakKeyDictionary()
 
     def check_step(self, copies: WeakSet[Shared]) -> None:

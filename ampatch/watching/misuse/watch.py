@@ -16,7 +16,7 @@ from ampatch.session.request import Opening, Request, SessionListener
 from ampatch.session.session import Session
 from ampatch.steps.block import PlainBackward, ScaledLoss
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.watching.misuse.gradients import ClipWatch, GradScalerWatch, ScaleWatch, StrangerWatch
+from ampatch.watching.misuse.gradients import ClipWatch, GradScalerWatch, ScaleWatch, UnknownOptimizers
 from ampatch.watching.misuse.half_weights import (
     AverageWatch,
     HalfWatch,
@@ -40,7 +40,7 @@ class MisuseWatch(SessionListener):
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
         self._averages = AverageWatch(self._warner, session.data_watch.views)
-        self._strangers = StrangerWatch(self._warner, members, self._half)
+        self._unknown = UnknownOptimizers(self._warner, members, self._half)
 
     def session_closed(self, _: None) -> None:
         """Undoes what somebody else's patch kept from being undone, and lets everything be said again."""
@@ -59,27 +59,24 @@ class MisuseWatch(SessionListener):
             self._scaler.open(undo)
         if policy.casts_model:
             self._half.open(undo)
-            self._strangers.open(undo)
+            self._unknown.open(undo)
 
     def _open_scaled(self, undo: ExitStack) -> None:
-        for watch in (self._clip, self._scaler, self._strangers):
+        for watch in (self._clip, self._scaler, self._unknown):
             watch.open(undo)
 
     def call_is_set_up(self, opening: Opening) -> None:
-        """Warns of a call of `initialize` that works, and trains wrongly."""
         check_request(self._warner, opening.request, opening.amps)
         check_rounded(self._warner, opening.rounded, opening.request.policy)
         if opening.request.policy.casts_model:
             watch_buffers(self._warner, opening)
 
     def call_opened(self, opening: Opening) -> None:
-        """Watches the models of a call."""
         request = opening.request
         if request.policy.casts_model:
             self._half.watch(request.models, request.policy.master_weights)
 
     def wrapper_is_used(self, wrapper: object) -> None:
-        """Warns of a trainer that casts and scales as well, by the wrapper of its optimizer."""
         check_trainer(self._warner, wrapper)
 
     def block_begins(self, block: ScaledLoss) -> None:
@@ -91,26 +88,22 @@ class MisuseWatch(SessionListener):
                 self._open_scaled(undo)
                 self._session.enter(undo.pop_all())
         self._scale.begin_block(block)
-        if self._strangers.strangers:
-            self._strangers.begin_block(block)
+        if self._unknown.unknown:
+            self._unknown.begin_block(block)
 
     def block_ends(self, block: ScaledLoss) -> None:
-        """Notes that a block ends, before its gradients are unscaled."""
         if not block.scale.is_identity:
             self._scale.end_block(block)
-            if self._strangers.strangers:
-                self._strangers.end_block()
+            if self._unknown.unknown:
+                self._unknown.end_block()
 
     def plain_backward_begins(self, backward: PlainBackward) -> None:
-        """Notes who has gradients before it."""
         self._scale.look_before(backward)
 
     def plain_backward_ended(self, backward: PlainBackward) -> None:
-        """Notes who has others after it."""
         self._scale.look_after(backward)
 
     def late_backward_begins(self, _: None) -> None:
-        """Warns of a backward after its block, before it runs."""
         self._scale.warn_of_late()
 
     def step_begins(self, amp: AmpOptimizer) -> None:

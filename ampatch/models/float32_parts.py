@@ -103,7 +103,6 @@ def select_outermost(modules: Sequence[Module]) -> list[Module]:
 
 
 def inner_ids(modules: Iterable[Module]) -> set[int]:
-    """The ids of modules and of all inside them."""
     return {id(inner) for module in modules for inner in module.modules()}
 
 

@@ -1,4 +1,4 @@
-"""Takes one attempt at a step, at two precisions: what modules give, and what gradients arrive.
+"""Takes one attempt at a step, in half and in float32: what gradients arrive at parameters.
 
 The first run saves weights, buffers and random state where a model is entered for the first time in the
 attempt, and the second reads them at the same place: so both can be compared number by number.
@@ -6,7 +6,6 @@ attempt, and the second reads them at the same place: so both can be compared nu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +23,7 @@ from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, qu
 SAMPLES = 2**16  # numbers of a tensor, at most
 FILES = ("first.pt", "second.pt")
 
-# What is taken: phase, model, module, which call of it, and a parameter or the number of an output.
-Key = tuple[str, str, str, int, str]
+Key = tuple[str, str]  # model and parameter
 
 
 class Sample(Instrument):
@@ -39,7 +37,6 @@ class Sample(Instrument):
         self._loss: float | None = None  # of the first backward pass
         self._scale, self._where = 1.0, None
         self.tensors: dict[Key, Tensor] = {}
-        self._last: Tensor | None = None
         self._clean: set[int] = set()  # ids of parameters without gradients before the backward pass
         self._largest: list[Tensor] = []  # of gradients
         self._device = torch.device("cpu")  # of the model
@@ -86,25 +83,16 @@ class Sample(Instrument):
         self._random = random_of(self._device)
 
     def see_output(self, module: Module, output: object) -> None:
-        """Takes an output, and its gradient when it comes, but for what an inner module gave."""
-        place = self.clock.models.place
-        if not self._is_now or place is None or not torch.is_grad_enabled():
-            return
-        with quiet():
-            for number, tensor in enumerate(floating_in(output)):
-                if tensor is self._last:
-                    continue
-                self._last = tensor
-                key = (place.model, place.module, place.call, str(number))
-                self._take(("forward", *key), tensor)
+        """Looks at the gradient of an output when it comes."""
+        if self._is_now and self.clock.models.is_inside and torch.is_grad_enabled():
+            for tensor in floating_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._take, ("backward", *key)))
+                    tensor.register_hook(self._look_at_gradient)
 
-    def _take(self, key: Key, tensor: Tensor) -> None:
+    def _look_at_gradient(self, gradient: Tensor) -> None:
         with quiet():
-            self.tensors.setdefault(key, thin(tensor))
-            if key[0] == "backward" and tensor.numel():
-                self._largest.append(plain(tensor).abs().amax())
+            if gradient.numel():
+                self._largest.append(plain(gradient).abs().amax())
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes the loss, and its scale."""
@@ -112,7 +100,7 @@ class Sample(Instrument):
         self._clean = {id(it) for it in held if it.grad is None or not plain(it.grad).any()}
         if self._is_now and self._loss is None:
             self._loss = sum(loss.detach().sum().item() for loss in losses)
-            self._scale, self._where = self.clock.scale, user_line()
+            self._scale, self._where = self.clock.get_scale(), user_line()
             self._look_at_draws()
             self._device = torch.device("cpu")  # a checkpoint draws again in the backward
 
@@ -121,7 +109,8 @@ class Sample(Instrument):
         changed = self._clean.intersection(map(id, self.clock.changed))
         for model, name, parameter in reversed(list(self.clock.models.named_parameters())):
             if id(parameter) in changed:
-                self._take(("backward", model, name.rpartition(".")[0], 0, name), parameter.grad)
+                self.tensors.setdefault((model, name), thin(parameter.grad))
+                self._look_at_gradient(parameter.grad)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Ends the run, if nothing else is looked at."""
@@ -140,11 +129,6 @@ def thin(tensor: Tensor) -> Tensor:
     """Returns a tensor's numbers on the processor, of a large one some at equal distances."""
     values = plain(tensor).flatten()
     return values[:: -(-values.numel() // SAMPLES) | 1].cpu().clone()  # an odd stride meets all columns
-
-
-def is_parameter(key: Key) -> bool:
-    """Says whether a parameter's gradient was taken, not what a module gave."""
-    return not key[-1].isdecimal()
 
 
 def read_samples(folder: str) -> list[dict]:
