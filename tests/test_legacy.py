@@ -22,7 +22,7 @@ import torch
 
 import ampatch as amp
 from ampatch.__main__ import main
-from ampatch.apex.changes import Changes
+from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.checking import check_file
 from ampatch.apex.legacy import gone
 from ampatch.apex.legacy.finding import find_cause
@@ -552,7 +552,7 @@ def test_a_package_that_imports_its_part_while_it_is_changed_is_changed_once(tmp
     for name in ("__init__", "part"):
         (tmp_path / "whole" / f"{name}.py").touch()
     seen = []
-    with Changes() as changes:
+    with ProgramChanges() as changes:
         places = Places(changes)
         places.change("whole", lambda _: importlib.import_module("whole.part"))
         places.change("whole.part", seen.append)

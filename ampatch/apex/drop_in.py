@@ -26,7 +26,7 @@ from types import FrameType, ModuleType
 import ampatch
 import ampatch as amp
 from ampatch import __version__
-from ampatch.apex.changes import Changes
+from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.missing import EXTENSION_NAMES, explain
 from ampatch.levels.stack import asked
 
@@ -103,7 +103,7 @@ def is_import_from(frame: FrameType) -> bool:
 class MirrorLoader(Loader):
     """Loads `apex` as a new module, and a module of apex's as the one that stands for it."""
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: ProgramChanges) -> None:
         self._changes = changes
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -122,7 +122,7 @@ class MirrorLoader(Loader):
             add_modules(module.__name__, self._changes)
 
 
-def mirror_spec(name: str, changes: Changes) -> ModuleSpec | None:
+def mirror_spec(name: str, changes: ProgramChanges) -> ModuleSpec | None:
     """Describes one of our modules under its name in apex; None if we have none of that name.
 
     `apex` itself is a package without a folder: its parts all get their names when it is imported.
@@ -137,12 +137,12 @@ def mirror_spec(name: str, changes: Changes) -> ModuleSpec | None:
     return ModuleSpec(name, loader, origin=own.origin, is_package=is_package)
 
 
-def fill_apex(apex: ModuleType, changes: Changes) -> None:
+def fill_apex(apex: ModuleType, changes: ProgramChanges) -> None:
     """Gives our module `apex` its parts."""
     apex.__doc__ = f"What scripts written for apex need, by ampatch {__version__}."
     apex.__version__ = VERSION
     apex.__file__ = str(Path(__file__).parent / "__init__.py")
-    with Changes() as done:
+    with ProgramChanges() as done:
         for part in PARTS:
             setattr(apex, part, add_modules(f"apex.{part}", done))
         done.add_module("apex", apex)
@@ -150,7 +150,7 @@ def fill_apex(apex: ModuleType, changes: Changes) -> None:
         changes.push(done.pop_all())
 
 
-def add_modules(name: str, changes: Changes) -> ModuleType:
+def add_modules(name: str, changes: ProgramChanges) -> ModuleType:
     """Gives a module of ours, and all those below it, their names in apex; returns the module."""
     for each, module in tree(name):
         changes.add_module(each, module)
@@ -217,7 +217,7 @@ class WatchingLoader(Loader):
     replaced by ours.
     """
 
-    def __init__(self, real: Loader, changes: Changes) -> None:
+    def __init__(self, real: Loader, changes: ProgramChanges) -> None:
         self._real = real
         self._changes = changes
 
@@ -248,7 +248,7 @@ def may_replace(spec: ModuleSpec) -> bool:
     return spec.name != "apex" or is_nvidias(spec) or is_installed(spec)
 
 
-def replace(name: str, before: set[str], changes: Changes) -> None:
+def replace(name: str, before: set[str], changes: ProgramChanges) -> None:
     """Puts ours in the place of a module that failed, and forgets what it had loaded by then."""
     for each in [each for each in sys.modules if each.startswith(f"{name}.") and each not in before]:
         del sys.modules[each]
@@ -256,7 +256,7 @@ def replace(name: str, before: set[str], changes: Changes) -> None:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def fill(name: str, module: ModuleType, changes: Changes) -> None:
+def fill(name: str, module: ModuleType, changes: ProgramChanges) -> None:
     """Adds to a module of a real apex what it lacks: parts to `apex`, and names to its parts."""
     if name == "apex":
         for part in PARTS:
@@ -280,7 +280,7 @@ def lacks(module: ModuleType, name: str) -> bool:
     return name not in sys.modules and find_elsewhere(name, getattr(module, "__path__", [])) is None
 
 
-def fill_loaded(changes: Changes) -> None:
+def fill_loaded(changes: ProgramChanges) -> None:
     for name in PACKAGES:
         module = sys.modules.get(name)
         if module is not None and not module.__name__.startswith(OURS):
@@ -363,7 +363,7 @@ class ApexFinder(MetaPathFinder):
     finds_apex = True
 
     def __init__(self) -> None:
-        self._changes = Changes()
+        self._changes = ProgramChanges()
         self._overrides: dict[str, object] = {}
 
     @classmethod

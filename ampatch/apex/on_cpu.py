@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from ampatch.apex.changes import Changes, is_library, wrap
+from ampatch.apex.changes import ProgramChanges, is_library, wrap
 
 Replacement = tuple[object, str, object]  # an attribute of a module or class, and its new value
 CPU = torch.device("cpu")
@@ -156,7 +156,7 @@ def on_cpu() -> Iterator[None]:
     What torch itself asks about CUDA is answered with the truth. Threads that are started meanwhile map
     devices, too; extensions in CUDA fail as before.
     """
-    with Changes() as changes, CpuMode():
+    with ProgramChanges() as changes, CpuMode():
         changes.show_warnings_in_script()
         for replacements in (of_cuda(), of_copies(), of_others(), of_distributed()):
             for owner, name, value in replacements:

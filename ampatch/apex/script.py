@@ -17,7 +17,7 @@ from multiprocessing import spawn
 from types import CodeType, ModuleType, TracebackType
 
 from ampatch import OPT_LEVELS, AmpValueError
-from ampatch.apex.changes import Changes
+from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.drop_in import Preparation
 from ampatch.apex.legacy import open_legacy
 from ampatch.apex.on_cpu import on_cpu
@@ -271,7 +271,7 @@ def find_spec(name: str) -> ModuleSpec | None:
 @contextmanager
 def as_expected(device: str | None, legacy: bool, unsafe_load: bool) -> Iterator[None]:
     """Gives a script what it expects of its machine and of its year, also in processes that it spawns."""
-    with Changes() as changes:
+    with ProgramChanges() as changes:
         if legacy:
             changes.enter_context(open_legacy(unsafe_load))
         if device is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler
 
-from ampatch.apex.changes import Changes, is_library, script_frame, wrap
+from ampatch.apex.changes import ProgramChanges, is_library, script_frame, wrap
 from ampatch.apex.legacy import rows
 from ampatch.apex.legacy.finding import (
     KEYWORD,
@@ -227,7 +227,7 @@ def parse_rank(
         return parse(self, words, namespace)
     said = {word.partition("=")[0] for word in words}
     filled: list[argparse.Action] = []
-    with Changes() as changes:
+    with ProgramChanges() as changes:
         for parser in parsers(self):
             own = [action for action in parser._actions if is_rank(action)]
             filled += (each for each in own if give_rank(changes, each, said, namespace))
@@ -263,7 +263,7 @@ def is_rank(action: argparse.Action) -> bool:
     return bool(action.option_strings) and "local_rank" in names
 
 
-def give_rank(changes: Changes, action: argparse.Action, said: Set[str], namespace: object) -> bool:
+def give_rank(changes: ProgramChanges, action: argparse.Action, said: Set[str], namespace: object) -> bool:
     """Has LOCAL_RANK be the value of an option that is not said; returns whether a rank has another there."""
     rank = os.environ.get("LOCAL_RANK")
     if not rank or said & {*action.option_strings, *RANKS} or hasattr(namespace, action.dest):
@@ -315,7 +315,7 @@ def script_as(function: Callable, wrapper: Callable) -> Callable:
     return wrapper
 
 
-def widen(changes: Changes, notices: Notices, name: str, wider: Callable, owner: object) -> None:
+def widen(changes: ProgramChanges, notices: Notices, name: str, wider: Callable, owner: object) -> None:
     """Has a function of a module or class take more."""
     changes.set_attribute(owner, name, wrap(getattr(owner, name), wider, notices))
     if owner is random.Random:  # of which the module's function is a method
@@ -330,7 +330,7 @@ def legacy(unsafe_load: bool = False) -> Iterator[None]:
     are loaded as well that hold more than data, and each is named.
     """
     notices = Notices()
-    with Changes() as changes, LegacyMode(notices):
+    with ProgramChanges() as changes, LegacyMode(notices):
         changes.show_warnings_in_script()
         places = Places(changes)
         put_back_names(changes, places, notices)
