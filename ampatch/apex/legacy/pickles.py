@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from ampatch.apex.changes import LIBRARIES
+from ampatch.apex.drop_in import own_name
 from ampatch.levels.private import loadable_globals
 
 
@@ -200,7 +201,7 @@ def is_own(module: types.ModuleType) -> bool:
 
 def find_network(module: str, name: str) -> type | None:
     """Returns a class of torch.nn or torch.optim, or the one here of that name of apex."""
-    for place in (module, f"ampatch.{module}") if is_network(module) else ():
+    for place in (module, own_name(module.removeprefix("ampatch."))) if is_network(module) else ():
         kind = vars(sys.modules.get(place, types)).get(name)
         if isinstance(kind, type) and is_network(kind.__module__):
             return kind
