@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if not os.path.isdir(os.path.join(__path__[0], "lists")):  # a source tree, where it lies beside the package
     __path__.append(os.path.dirname(__path__[0]))
 
-from ampatch.casts.cast_counter import CastCounts
 from ampatch.errors import (
     AmpError,
     AmpTypeError,
@@ -20,40 +19,37 @@ from ampatch.errors import (
     PatchConflictError,
     TableError,
 )
-from ampatch.levels.alarms import Alarms
-from ampatch.levels.loss_scale import DynamicLossScale
+from ampatch.levels.loss_scale import Alarms, DynamicLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.session.frontend import (
+    CastCounts,
+    backward_outcomes,
+    bfloat16_function,
+    cast_counts,
     clear_cache,
     disable_casts,
-    initialize,
-    master_params,
-    override,
-    scale_loss,
-    step_was_skipped,
-    uninitialize,
-)
-from ampatch.session.inspection import backward_outcomes, cast_counts, master_pairs
-from ampatch.session.scalers import (
-    get_loss_scale,
-    load_state_dict,
-    loss_scalers,
-    set_loss_scale,
-    state_dict,
-)
-from ampatch.session.user_functions import (
-    bfloat16_function,
     explain,
     float_function,
+    get_loss_scale,
     half_function,
+    initialize,
+    load_state_dict,
+    loss_scalers,
+    master_pairs,
+    master_params,
+    override,
     promote_function,
     register_bfloat16_function,
     register_float_function,
     register_half_function,
     register_promote_function,
+    scale_loss,
+    set_loss_scale,
+    state_dict,
+    step_was_skipped,
+    uninitialize,
 )
-from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.scaler import LossScaler
+from ampatch.steps.scaler import BackwardOutcome, LossScaler
 from ampatch.watching.alarms.alarm import Alarm
 from ampatch.watching.alarms.history import ScaleHistory, ScaleUpdate
 from ampatch.watching.alarms.log import history, log_to, on_alarm

@@ -18,7 +18,7 @@ class AmpTypeError(AmpError, TypeError):
 
 
 class TableError(AmpValueError):
-    """The cast tables contradict themselves or the installed torch; lists every fault."""
+    """A version of torch, the installed one or one in a cast table, cannot be read."""
 
 
 class NotInitializedError(AmpError, AttributeError):

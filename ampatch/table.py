@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import enum
-import pkgutil
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ampatch.errors import TableError
@@ -82,34 +79,6 @@ class CastTable:
         return tuple(rows[name] for name in names)
 
 
-def validate(
-    tables: Iterable[CastTable],
-    version: str,
-    resolve: Callable[[str], object] = pkgutil.resolve_name,
-) -> None:
-    """Raises one `TableError` that lists every fault of the tables, one per line.
-
-    `resolve` maps a target's dotted path to the object that has the ops. It must see torch
-    unpatched: two wrappers of one function are two functions.
-    """
-    now = _release(version)
-    faults: list[str] = []
-    held: list[tuple[str, Row]] = []  # the rows that hold in this torch, with their targets
-    for target, row in [(table.target, row) for table in tables for row in table.rows]:
-        faults += [f"{target}.{row.name}: {fault}" for fault in _faults(row)]
-        if not _version_faults(row) and _holds(row, now):
-            held.append((target, row))
-    counts = Counter(f"{target}.{row.name}" for target, row in held)
-    faults += [
-        f"{path}: {count} rows hold in torch {version}; keep one, or separate them with since= and until="
-        for path, count in counts.items()
-        if count > 1
-    ]
-    faults += _torch_faults(held, version, resolve)
-    if faults:
-        raise TableError("\n".join(faults))
-
-
 def _release(version: str) -> tuple[int, ...]:
     """Returns the release numbers; a nightly build has the ops of the release it leads to."""
     match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(?:a|b|rc|dev|post)\d*)*(?:\+.*)?", version)
@@ -121,58 +90,3 @@ def _release(version: str) -> tuple[int, ...]:
 def _holds(row: Row, now: tuple[int, ...]) -> bool:
     begun = row.since is None or _release(row.since) <= now
     return begun and (row.until is None or now < _release(row.until))
-
-
-def _faults(row: Row) -> Iterator[str]:
-    """Yields what is wrong with a row whatever torch is installed."""
-    if not isinstance(row.cast, Cast):
-        yield f"unknown cast {row.cast!r}; expected one of {', '.join(cast.name for cast in Cast)}"
-    lines = row.reason.strip().splitlines()
-    if not lines:
-        yield "no reason; say in one line why the op has its cast"
-    if len(lines) > 1:
-        yield f"the reason has {len(lines)} lines; say it in one"
-    yield from _version_faults(row)
-
-
-def _version_faults(row: Row) -> list[str]:
-    faults = []
-    releases = []
-    for field, version in (("since", row.since), ("until", row.until)):
-        try:
-            releases.append(None if version is None else _release(version))
-        except TableError as error:
-            faults.append(f"{field}={error}")
-    if not faults and None not in releases and releases[0] >= releases[1]:
-        faults.append(
-            f"since={row.since!r} is not before until={row.until!r}; no torch version is in between"
-        )
-    return faults
-
-
-def _torch_faults(
-    held: list[tuple[str, Row]], version: str, resolve: Callable[[str], object]
-) -> Iterator[str]:
-    """Yields the disagreements between the rows and the torch that is installed."""
-    places: dict[str, object] = {}
-    for target in dict.fromkeys(target for target, _ in held):
-        try:
-            places[target] = resolve(target)
-        except (ImportError, AttributeError, ValueError):
-            yield f"{target}: no such module or class in torch {version}; correct the target"
-    # The function is kept beside its first row: an id may be reused once its object is gone.
-    first: dict[int, tuple[object, str, Row]] = {}
-    for target, row in [(target, row) for target, row in held if target in places]:
-        path, function = f"{target}.{row.name}", getattr(places[target], row.name, None)
-        if function is None:
-            yield f"{path}: no such function in torch {version}; if torch removed it, give the row until="
-        elif not callable(function):
-            yield f"{path}: not a function but {function!r}; a row names something callable"
-        else:
-            _, other_path, other = first.setdefault(id(function), (function, path, row))
-            if other.cast is not row.cast and other_path != path:
-                names = [str(getattr(one.cast, "name", repr(one.cast))) for one in (other, row)]
-                yield (
-                    f"{other_path} and {path}: two names of one function, with casts "
-                    f"{' and '.join(names)}; give them the same"
-                )

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ampatch as amp
-from ampatch.steps.ranks import agree_
+from ampatch.steps.scaler import agree_
 
 TURNS, PORT = 300, 29517
 

@@ -1,8 +1,8 @@
 """Makes training scripts with one planted fault each, and knows where it is: the oracle of the doctor.
 
 `python tests/faults.py --count 200` examines as many with `ampatch doctor` and counts what was right;
-`--sound` plants nothing and counts the findings, `--proposals` asks which modules must stay float32. Whether
-float32 survives is measured: the same script runs without mixed precision, and says what stayed finite.
+`--sound` plants nothing and counts the findings. Whether float32 survives is measured: the same script runs
+without mixed precision, and says what stayed finite.
 """
 
 import argparse
@@ -469,16 +469,16 @@ def run_forked(function, said: Path) -> None:
         os._exit(status)
 
 
-def diagnose(script: str, folder: Path, propose: bool = False, tries: bool = False) -> Report:
+def diagnose(script: str, folder: Path, tries: bool = False) -> Report:
     """Returns the doctor's report on a script."""
     (folder / "train.py").write_text(script)
     linecache.clearcache()
-    return Campaign(Run(str(folder / "train.py")), launch=fork_child, tries=tries).report(propose)
+    return Campaign(Run(str(folder / "train.py")), launch=fork_child, tries=tries).report()
 
 
-def report_on(script: str, folder: Path, propose: bool = False, tries: bool = False) -> dict:
+def report_on(script: str, folder: Path, tries: bool = False) -> dict:
     """Returns the doctor's report on a script, as it is written to a file."""
-    return json.loads(json.dumps(diagnose(script, folder, propose, tries).to_json()))
+    return json.loads(json.dumps(diagnose(script, folder, tries).to_json()))
 
 
 def examine(fault: Fault, folder: Path) -> dict:
@@ -531,79 +531,6 @@ def judge(fault: Fault, report: dict) -> dict[str, bool]:
 
 # ---- Proposals ----
 
-PROPOSAL = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-{imports}
-torch.manual_seed({seed})
-
-
-class Block(nn.Module):
-    def __init__(self, bad):
-        super().__init__()
-        self.lin, self.norm, self.bad = nn.Linear(16, 16), nn.LayerNorm(16), bad
-
-    def forward(self, x):
-        h = F.gelu(self.lin(self.norm(x)))
-        if self.bad:
-            h = h + (h * 0 + 300) @ (h * 0 + 300).t() @ h * 1e-7
-        return x + h.to(x.dtype)
-
-
-class Net(nn.Module):
-    def __init__(self, depth, bad):
-        super().__init__()
-        self.stem, self.head = nn.Linear(20, 16), nn.Linear(16, 10)
-        self.blocks = nn.ModuleList(Block(i in bad) for i in range(depth))
-
-    def forward(self, x):
-        h = self.stem(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
-
-
-model = Net({depth}, {bad})
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-{setup}
-for step in range(4):
-    x, y = torch.randn(16, 20), torch.randint(0, 10, (16,))
-    optimizer.zero_grad()
-    for micro in range(1):
-        if True:
-            {lines}
-"""
-
-
-def make_proposal(seed: int) -> tuple[str, list[str]]:
-    """Draws a script with one to three modules of up to 32 that half precision breaks."""
-    draw = random.Random(seed)
-    style = draw.choice(["O1", "O2", "native", "apex"])
-    depth = draw.randint(3, 32)
-    bad = sorted(draw.sample(range(depth), draw.randint(1, 3)))
-    imports, setup, lines = STYLES[style]
-    values = {"micros": 1, "half": "float16", "delay": "", "clip": ""}
-    forward = "loss = F.cross_entropy(model(x), y)"
-    lines = lines.format(forward=forward, **values)
-    script = PROPOSAL.format(imports=imports, setup=setup, lines=lines, seed=seed, depth=depth, bad=bad)
-    return script, [f"blocks.{index}" for index in bad]
-
-
-def run_proposals(seeds: range) -> None:
-    """Counts the exact ones, and their runs beyond the three of the finding: k, and k for the proof."""
-    exact, in_time = 0, 0
-    for seed in seeds:
-        script, truth = make_proposal(seed)
-        with tempfile.TemporaryDirectory() as folder:
-            report = report_on(script, Path(folder), propose=True)
-        k = len(truth)
-        exact += sorted(report["keep_fp32"]) == sorted(truth)
-        in_time += report["runs"] <= 3 + k + (k if k > 1 else 0)
-        if sorted(report["keep_fp32"]) != sorted(truth):
-            print(seed, "wrong:", truth, report["keep_fp32"], report["unknown"], flush=True)
-    print(f"exact: {exact} of {len(seeds)}; within their runs: {in_time}")
-
 
 def run_faults(seeds: range) -> None:
     """Counts what is right in the first findings."""
@@ -655,16 +582,13 @@ def main():
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--sound", action="store_true", help="plant nothing")
-    parser.add_argument("--proposals", action="store_true")
     parser.add_argument("--show", action="store_true", help="print the first script")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.count)
     if options.show:
         print(make(options.first, options.sound).script)
         return
-    {(True, False): run_proposals, (False, True): run_sound}.get(
-        (options.proposals, options.sound), run_faults
-    )(seeds)
+    (run_sound if options.sound else run_faults)(seeds)
 
 
 if __name__ == "__main__":

@@ -41,15 +41,14 @@ casts/cast.py | self.devices.add(tensor.device | pass | asks more: slower
 casts/cast.py | is_known and not torch.compile | (False) | asks more: slower
 casts/cast.py | tensor.device in devices or is | (is_on_device(tensor)) | slower
 casts/cast.py | thread.forwards and thread.for | (thread.forwards) | rechecks more: slower
-casts/cast_cache.py | ended.keys() <= changed | (False) | sorts where there is nothing to sort: slower
-casts/cast_cache.py | is_whole | (False) | sorts again: slower
-casts/cast_cache.py | self._by_memory = by_memory if | pass | sorts again: slower
-casts/cast_cache.py | is_grad_enabled() | (False) | enters a mode that is on: slower
-casts/cast_cache.py | self._is_checked | (False) | looks through all again: slower
+casts/cast.py | ended.keys() <= changed | (False) | sorts where there is nothing to sort: slower
+casts/cast.py | is_whole | (False) | sorts again: slower
+casts/cast.py | self._by_memory = by_memory if | pass | sorts again: slower
+casts/cast.py | is_grad_enabled() | (False) | enters a mode that is on: slower
+casts/cast.py | self._is_checked | (False) | looks through all again: slower
 casts/cast_tree.py | CONVERT.get(dtype) or (lambda | ((lambda tensor: tensor.to(dty | slower
 casts/cast_tree.py | return False | return None | asked for its truth alone
 casts/kept_cast.py | torch.ones(1, dtype=torch.floa | (torch.ones(1, dtype=torch.flo | a graph as well
-casts/kept_cast.py | return False | return None | asked for its truth alone
 casts/kernels.py | thread.off and thread.is_off() | (thread.off or thread.is_off() | slower
 casts/kernels.py | not is_compiling() and len(arg | (not is_compiling() and (not k | wrong
 casts/thread.py | self._asks > 0 and self._is_ca | (self._is_caller_off()) | the same
@@ -58,45 +57,36 @@ casts/wrapper.py | kind is Parameter | (False) | the path for any argument: slow
 casts/wrapper.py | place[1] == "einsum" | (True) | no other function is given a string first: slower
 casts/wrapper.py | kwargs | (True) | looks through keywords where there are none: slower
 casts/wrapper.py | is_grad_enabled() or thread.fo | (thread.forwards) | the path for any call: slower
-casts/wrapper.py | first is not None | (True) | looks closer: slower
-casts/wrapper.py | type(arg) not in SIMPLE and (n | (type(arg) not in SIMPLE) | looks closer: slower
+casts/cast_tree.py | first is not None | (True) | looks closer: slower
+casts/cast_tree.py | type(arg) not in SIMPLE and (n | (type(arg) not in SIMPLE) | looks closer: slower
 casts/wrapper.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
-casts/wrapper.py | type(arg) not in SIMPLE and (n | (type(arg) not in SIMPLE or (n | slower
+casts/cast_tree.py | type(arg) not in SIMPLE and (n | (type(arg) not in SIMPLE or (n | slower
 casts/wrapper.py | is_grad_enabled() or thread.fo | (is_grad_enabled() and thread. | slower
 models/hooks.py | is_usual or dtype is None | (is_usual) | Tensor.to(None) returns the tensor
-models/memory.py | 32 | (33) | another size of a block that is freed at once: slower
+session/session.py | 32 | (33) | another size of a block that is freed at once: slower
 models/model.py | half is not None and id(module | (half is not None or id(module | the same: slower
 models/model.py | half is not None and id(module | (True) | adds hooks that do nothing: slower
 models/model.py | half is not None and id(module | (id(module) not in served) | the same: slower
 models/model.py | policy.cast_model_type is not | (True) | adds a hook that does nothing: slower
 patching/bound_names.py | 2 | (3) | looks for names in deeper dictionaries: slower
-patching/bound_names.py | any(id(node.target) in self._n | (True) | generates the same code again: slower
+patching/compiling.py | any(id(node.target) in self._n | (True) | generates the same code again: slower
 patching/bound_names.py | path.startswith(_SEARCHED_IN_T | (False) | finds nothing there: slower
-patching/layers.py | casts and {input.dtype, weight | (casts and {input.dtype, weigh | slower
-patching/layers.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
-patching/layers.py | casts and {input.dtype, weight | (casts and input.dtype != weig | refused a line later
+patching/torch_features.py | casts and {input.dtype, weight | (casts and {input.dtype, weigh | slower
+patching/torch_features.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
+patching/torch_features.py | casts and {input.dtype, weight | (casts and input.dtype != weig | refused later
 patching/torch_features.py | len(args) > 1 | (len(args) >= 1) | torch 2.13 gives it by place
 patching/torch_features.py | len(args) > 1 and callable(arg | (True) | torch 2.13 gives it by place
 patching/torch_features.py | not torch.compiler.is_dynamo_c | (True) | Dynamo 2.13 traces what is inside
-steps/block.py | loss.dim() | (True) | the sum of one number is that number: slower
-steps/block.py | looks | (True) | makes a number that nobody reads: slower
-steps/grads/local.py | ddp is not None and self._ddp | (ddp is not None) | asks again: slower
-steps/grads/plain.py | type(earlier) is type(grad) is | (False) | adds one by one: slower
-steps/grads/unnamed.py | self.looks and not is_step | (not is_step) | looks where nobody asks: slower
-steps/masters/grads.py | size and size + count > most | (size) | smaller parts: slower
-steps/masters/grads.py | True | (False) | strict=, of lists that one loop has made
-steps/masters/grads.py | return False | return None | asked for its truth alone
-steps/masters/params.py | True | (False) | strict=, of two pairs
-steps/masters/params.py | touched and id(half) in touche | (touched) | refines what was not written: slower
-steps/optimizer.py | scale and (found_inf := self.u | ((found_inf := self.unnamed.se | finds nothing: slower
-steps/ranks.py | found_inf.is_cpu and dist.get_ | (dist.get_backend(group) == 'n | slower
+steps/gradients.py | ddp is not None and self._ddp | (ddp is not None) | asks again: slower
+steps/gradients.py | type(earlier) is type(grad) is | (False) | adds one by one: slower
+steps/gradients.py | True | (False) | strict=, of lists that one loop has made
+steps/masters.py | True | (False) | strict=, of two pairs
+steps/masters.py | touched and id(half) in touche | (touched) | refines what was not written: slower
+steps/scaler.py | found_inf.is_cpu and dist.get_ | (dist.get_backend(group) == 'n | slower
 steps/scaler.py | self._current is None | (True) | copies a number: slower
 steps/scaler.py | 31 | (32) | a number that no tracker reaches either
 watching/alarms/record.py | self.judge is None or self.jud | (self.judge is None) | judges more: slower
-watching/misuse/clipping.py | isinstance(tensors, Tensor) | (True) | clip_grad_norm_ gives it a list
-watching/misuse/loss_scale.py | isinstance(roots, (list, tuple | (all((isinstance(root, Tensor) | a tuple
-watching/misuse/unnamed.py | self._judged.add((id(amp), kin | pass | it is said once all the same: slower
-watching/misuse/warner.py | return kind in self._said | return None | it is said once all the same: slower
+watching/observers.py | return kind in self._said | return None | it is said once all the same: slower
 """
 PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)),

@@ -10,7 +10,6 @@ from apex_rows import shows
 from helpers import Scalar, Sparse, Variant, scaled_backward, snapshot
 from stepping import (
     BATCHES,
-    DYNAMIC_LEVELS,
     INF,
     LEVELS,
     MOMENTUM,
@@ -19,33 +18,6 @@ from stepping import (
     param_bits,
     run_block,
 )
-
-
-@DYNAMIC_LEVELS
-@pytest.mark.parametrize("settled", ["by a block", "by the step"])
-def test_an_overflow_in_a_delayed_block_skips_the_step(level, settled):
-    run = Beside(level)
-    run.run_block(factor=INF, delay_unscale=True)
-    if settled == "by a block":
-        run.run_block()
-        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": SCALE / 2, "unskipped": 0}}
-    run.skip()
-    assert amp.get_loss_scale() == SCALE / 2
-
-
-@DYNAMIC_LEVELS
-@pytest.mark.parametrize("hysteresis", [1, 2])
-def test_delayed_blocks_do_not_let_the_scale_grow(level, hysteresis):
-    rule = amp.DynamicLossScale(SCALE, growth_interval=3, hysteresis=hysteresis)
-    run = Beside(level, num_losses=2, loss_scale=rule)
-    for loss_id in (0, 0, 1, 1, 1, 1):
-        run.run_block(loss_id=loss_id, delay_unscale=loss_id == 1)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    assert amp.state_dict() == {
-        "loss_scaler0": {"loss_scale": SCALE, "unskipped": 2},
-        "loss_scaler1": {"loss_scale": SCALE, "unskipped": 0},
-    }
 
 
 @LEVELS

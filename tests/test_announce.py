@@ -11,7 +11,7 @@ from torch import nn
 import ampatch as amp
 from ampatch.apex import amp as apex
 from ampatch.apex.fp16_utils import FP16_Optimizer
-from ampatch.apex.legacy.mending.legacy import legacy
+from ampatch.apex.legacy.mending import legacy
 from ampatch.session.session import SESSION
 from apex_rows import shows
 from helpers import scaled_backward
@@ -30,7 +30,7 @@ def test_verbosity_0_prints_logs_and_writes_nothing_but_errors(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AMPATCH_POST_MORTEM", raising=False)
     monkeypatch.setattr(SESSION, "_said_torch", False)
-    monkeypatch.setattr("ampatch.session.announce.is_tested", lambda: False)
+    monkeypatch.setattr("ampatch.session.session.is_tested", lambda: False)
     caplog.set_level(logging.DEBUG, "ampatch")
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, loss_scale="dynamic")

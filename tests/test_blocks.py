@@ -13,7 +13,6 @@ from apex_rows import shows
 from helpers import Scalar, scaled_backward, snapshot
 from stepping import (
     BATCHES,
-    FLOAT32_LEVELS,
     FUSED_ADAM,
     INF,
     LEVELS,
@@ -66,22 +65,6 @@ def test_a_gradient_penalty_has_the_gradients_of_float32(level, compute_penalty)
         assert (param.grad - expected.grad).norm() <= tolerance * expected.grad.norm() + tolerance * 1e-2
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
-
-
-@LEVELS
-def test_a_penalty_made_inside_the_block_is_unscaled_with_the_loss(level):
-    run = Beside(level)
-    batch, weight = BATCHES[0], run.model.weight
-    with amp.scale_loss((run.model(batch).float() ** 2).sum(), run.optimizer) as scaled_loss:
-        scale = amp.get_loss_scale()
-        (grad,) = torch.autograd.grad(scaled_loss, weight, create_graph=True)
-        (scaled_loss + (grad.float() / scale).sum() * scale).backward()
-    oracle = Parameter(weight.detach().float())
-    loss = ((oracle * batch) ** 2).sum()
-    (grad,) = torch.autograd.grad(loss, oracle, create_graph=True)
-    (loss + grad.sum()).backward()
-    tolerance = 1e-6 if level in FLOAT32_LEVELS else 2e-2
-    torch.testing.assert_close(run.grad, oracle.grad, rtol=tolerance, atol=0.0)
 
 
 @LEVELS
@@ -186,23 +169,6 @@ def test_an_optimizer_that_is_refused_inside_its_other_block_holds_up_none_that_
 
 
 @LEVELS
-@pytest.mark.parametrize("scale", [amp.DynamicLossScale(SCALE), 128.0], ids=str)
-@pytest.mark.parametrize("error", [ValueError, Interruption])
-def test_a_block_that_raises_leaves_the_gradients_as_they_were(level, scale, error):
-    run = Beside(level, loss_scale=scale)
-    run.raise_in_block(error=error)
-    assert run.grad is None
-    assert run.model.weight.grad is None
-    run.run_block(BATCHES[0])
-    state = amp.state_dict()
-    run.raise_in_block(error=error)
-    assert snapshot(run.grad) == snapshot(BATCHES[0])
-    assert amp.state_dict() == state
-    run.run_block(BATCHES[2])
-    run.step(BATCHES[0] + BATCHES[2])
-
-
-@LEVELS
 @pytest.mark.parametrize("place", [(LossScaler, "new_found_inf"), (AmpOptimizer, "unscale")])
 def test_a_block_whose_end_is_interrupted_leaves_the_gradients_as_they_were(level, place, monkeypatch):
     def interrupt(*_):
@@ -217,46 +183,6 @@ def test_a_block_whose_end_is_interrupted_leaves_the_gradients_as_they_were(leve
     assert snapshot(run.grad) == snapshot(BATCHES[0])
     run.run_block(BATCHES[2])
     run.step(BATCHES[0] + BATCHES[2])
-
-
-@shows("scale-exit", "patterns-leave-early")
-@LEVELS
-def test_continue_break_and_return_leave_the_block_as_its_end_does(level):
-    run = Beside(level)
-
-    def scaled(batch):
-        return amp.scale_loss(run.model(batch).float().sum(), run.optimizer)
-
-    def iterate():
-        for batch in BATCHES[:2]:
-            with scaled(batch) as scaled_loss:
-                scaled_loss.backward()
-                continue
-        for batch in BATCHES[2:]:
-            with scaled(batch) as scaled_loss:
-                scaled_loss.backward()
-                break
-        with scaled(BATCHES[3]) as scaled_loss:
-            scaled_loss.backward()
-            return
-
-    iterate()
-    run.step(sum(BATCHES))
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 4
-
-
-@shows("patterns-edited-grads", "patterns-leave-early")
-@LEVELS
-def test_a_batch_that_is_given_up_inside_the_block_costs_no_step(level):
-    run = Beside(level)
-    for batch, bad in zip(BATCHES[:3], [False, True, False], strict=True):
-        run.optimizer.zero_grad()
-        with amp.scale_loss(run.model(batch).float().sum(), run.optimizer) as scaled_loss:
-            scaled_loss.backward()
-            if bad:
-                run.model.weight.grad.zero_()
-                continue
-        run.step(batch)
 
 
 # uninitialize inside of a block

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from ampatch.casts import cast_cache, kept_cast
+from ampatch.casts import cast as cast_state
+from ampatch.casts import kept_cast
 from cuda_graphs import PlayedGraph
 
 X = torch.ones(2, 3)
@@ -125,8 +126,8 @@ def test_a_capture_that_fails_leaves_no_cast(played, monkeypatch):
 
 
 def test_what_another_thread_casts_during_a_capture_is_no_constant_of_the_graph(played, monkeypatch):
-    monkeypatch.setattr(cast_cache, "_find_device", lambda parameter: 0)
-    for module in (cast_cache, kept_cast):
+    monkeypatch.setattr(cast_state, "_find_device", lambda parameter: 0)
+    for module in (cast_state, kept_cast):
         monkeypatch.setattr(module, "find_stream", lambda device: threading.get_ident())
     model, _ = make_chain("O4", "cpu")
     graph, kept = PlayedGraph(), []

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import ampatch as amp
-from ampatch.casts import cast_cache, kept_cast
-from ampatch.casts.cast import CASTS
-from ampatch.casts.cast_cache import SWEEP
+from ampatch.casts import cast as cast_state
+from ampatch.casts import kept_cast
+from ampatch.casts.cast import CASTS, SWEEP
 from caching import (
     HALF,
     WITHOUT_GRAD,
@@ -201,8 +201,8 @@ def test_a_model_that_returns_what_it_is_given_leaves_no_growth():
 def streams(monkeypatch):
     """Has the CPU pass for a CUDA device; returns a function that changes its current stream."""
     current = [0]
-    monkeypatch.setattr(cast_cache, "_find_device", lambda parameter: 1)
-    for module in (cast_cache, kept_cast):
+    monkeypatch.setattr(cast_state, "_find_device", lambda parameter: 1)
+    for module in (cast_state, kept_cast):
         monkeypatch.setattr(module, "find_stream", lambda device: current[device - 1])
     return lambda stream: current.__setitem__(0, stream)
 

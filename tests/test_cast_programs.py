@@ -16,6 +16,7 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.casts.cast import CASTS
+from apex_rows import shows
 from caching import HALF, backward
 from test_cast_freshness import EDITS, KEEPERS, OPTIMIZERS, SWAPS, WRITES
 
@@ -208,7 +209,8 @@ def find_difference(seed):
     return f"seed {seed} after {names[-8:]}: {with_cache[parted]} for {without[parted]}"
 
 
-@pytest.mark.exhaustive
+@shows("patterns-plain-backward")
+@pytest.mark.exhaustive(keep=2)
 @pytest.mark.filterwarnings("ignore:.*initialize never saw it")  # as some of them do on purpose
 @pytest.mark.parametrize("first", range(0, 24, 6))
 def test_a_random_program_has_the_bits_of_one_that_casts_each_use_anew(first):

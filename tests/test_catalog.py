@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 import ampatch as amp
 from ampatch import lists
-from ampatch.casts.catalog import Catalog, expand
-from ampatch.casts.explanation import Name, promotes
+from ampatch.casts.catalog import Catalog, Name, expand, promotes
 from ampatch.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE, CastTable, Row
 from ampatch.testing import parametrize_rows, session
 from patched import open_session

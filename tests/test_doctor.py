@@ -42,7 +42,6 @@ from faults import (
     examine,
     judge,
     make,
-    make_proposal,
     measure_float32,
     report_on,
     run_forked,
@@ -66,14 +65,6 @@ def test_a_planted_fault_is_found(tmp_path, family):
     assert all(judge(fault, report).values()), (fault, report)
     assert report["runs"] == 3
     assert report["unknown"] == []
-
-
-@pytest.mark.process
-def test_a_proposal_is_exact_and_takes_a_run_for_each_module(tmp_path):
-    text, modules = make_proposal(47)
-    report = report_on(text, tmp_path, propose=True)
-    assert sorted(report["keep_fp32"]) == sorted(modules)
-    assert report["runs"] == 3 + 2 * len(modules)
 
 
 GIVES_UP = """

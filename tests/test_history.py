@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ampatch as amp
-from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.scaler import BackwardOutcome
 from ampatch.watching.alarms.history import MOST_UPDATES
 from ampatch.watching.alarms.inputs import SLOTS, LastForward
 from ampatch.watching.alarms.judge import Judge

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ampatch import lists
-from ampatch.table import FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, validate
+from ampatch.table import FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, Cast, CastTable
 
 ROWS = [(table.target, row) for table in lists.TABLES for row in table.select(torch.__version__).rows]
 CASTS = {(target, row.name): row.cast for target, row in ROWS}
@@ -17,7 +17,24 @@ HALF, FULL = torch.float16, torch.float32
 
 
 def test_the_tables_agree_with_themselves_and_with_the_installed_torch():
-    validate(lists.TABLES, torch.__version__)
+    faults, casts, paths = [], {}, set()
+    for target, row in ROWS + [
+        ("torch.nn", row) for row in lists.MODULES_ON_CPU.select(torch.__version__).rows
+    ]:
+        path, function = f"{target}.{row.name}", getattr(pkgutil.resolve_name(target), row.name, None)
+        if path in paths or not isinstance(row.cast, Cast) or len(row.reason.splitlines()) != 1:
+            faults.append(path)
+        paths.add(path)
+        if not callable(function) or casts.setdefault(id(function), row.cast) is not row.cast:
+            faults.append(path)  # of two names of one function, too
+    assert faults == []
+
+
+def test_versions_of_a_row_are_versions_in_their_order():
+    for table in (*lists.TABLES, lists.MODULES_ON_CPU):
+        for row in table.rows:
+            assert CastTable("", (row,)).select(row.since or "2.6").rows == (row,), row  # before `until`
+            assert row.until is None or CastTable("", (row,)).select(row.until).rows == (), row
 
 
 def test_every_row_has_a_reason_that_says_more_than_its_cast():

@@ -63,22 +63,6 @@ def test_master_params_works_without_initialize():
     assert [*map(id, amp.master_params(optimizer))] == [*map(id, model.parameters())]
 
 
-def zero_grads_through_data(model):
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.data.zero_()
-
-
-@shows("patterns-step-before-backward")
-@LEVELS
-def test_a_step_before_any_backward_changes_nothing(level):
-    model, optimizer, _ = open_both(level)
-    before = snapshot([list(model.parameters()), list(amp.master_params(optimizer))])
-    optimizer.step()
-    assert snapshot([list(model.parameters()), list(amp.master_params(optimizer))]) == before
-    assert optimizer.state == {}
-
-
 # Weights written by hand
 
 
@@ -108,39 +92,6 @@ def test_a_write_that_leaves_no_trace_shows_in_the_state_dict_and_one_by_data_re
     asked.fill_(0.25)
     optimizer.step()
     assert next(amp.master_params(optimizer)).eq(0.25).all()
-
-
-CLEAR = {
-    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "model": lambda model, optimizer: model.zero_grad(),
-    "model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "by hand, through data": lambda model, optimizer: zero_grads_through_data(model),
-    "never": lambda model, optimizer: None,
-}
-
-
-@LEVELS
-@pytest.mark.parametrize("when", ["before backward", "after step"])
-@pytest.mark.parametrize("clear", CLEAR)
-def test_steps_without_scale_loss_are_those_of_float32_however_gradients_are_cleared(level, when, clear):
-    weights = {}
-    for opt_level in ("O0", level):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(2, 1, bias=False)
-        torch.nn.init.ones_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=1.0, verbosity=0)
-        for _ in range(4):  # of the same gradient each
-            if when == "before backward":
-                CLEAR[clear](model, optimizer)
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            if when == "after step":
-                CLEAR[clear](model, optimizer)
-        weights[opt_level] = model.state_dict()["weight"].float().clone()
-        amp.uninitialize()
-    assert torch.equal(weights[level], weights["O0"])
 
 
 class Heads(torch.nn.Module):

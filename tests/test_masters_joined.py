@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.nn import Parameter
 from torch.nn.functional import linear
 
 import ampatch as amp
@@ -16,8 +15,6 @@ from helpers import (
     assert_same_bits,
     make_batches,
     make_net,
-    scaled_backward,
-    snapshot,
 )
 from mastering import (
     ADAM,
@@ -36,44 +33,6 @@ from mastering import (
 )
 
 # What an optimizer brings along, and gets later
-
-
-@shows("optimizers-add-group")
-@LEVELS
-def test_a_group_that_is_added_later_gets_masters(level):
-    model = Dense()
-    by_hand = ByHand(list(model.parameters()), ADAM, HALF[level])
-    groups = [{"params": [by_hand.masters[0]]}, {"params": [by_hand.masters[1]], "lr": 0.5}]
-    by_hand.optimizer = ADAM(groups)
-    optimizer = ADAM([model.first.weight])
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
-    optimizer.add_param_group({"params": model.second.parameters(), "lr": 0.5})
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
-    assert optimizer.param_groups[1]["lr"] == 0.5
-    batches = make_batches(ADAM, 3)
-    train(model, optimizer, batches)
-    by_hand.train(batches)
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-
-
-@LEVELS
-def test_a_float32_parameter_of_no_model_can_be_added_and_is_stepped_itself(level):
-    model, optimizer, _ = open_both(level, MOMENTUM)
-    extra = Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": extra})
-    assert list(amp.master_params(optimizer))[-1] is extra
-    oracle = Parameter(torch.ones(2))
-    oracle_optimizer = MOMENTUM([oracle])
-    for batch in make_batches(ADAM, 3):
-        optimizer.zero_grad()
-        oracle_optimizer.zero_grad()
-        loss = (model(batch) * extra).square().mean()
-        scaled_backward(loss, optimizer)
-        oracle.grad = extra.grad.clone()
-        assert extra.grad.any()
-        optimizer.step()
-        oracle_optimizer.step()
-        assert snapshot(extra) == snapshot(oracle)
 
 
 @LEVELS

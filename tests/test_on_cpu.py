@@ -10,7 +10,6 @@ from torch import nn
 import ampatch as amp
 from ampatch import lists
 from ampatch.lists.on_cpu import FUNCTIONS_ON_CPU
-from ampatch.table import validate
 from helpers import scaled_backward, torch_is_before
 from patched import FULL, HALF, LEVELS, half, open_session
 
@@ -67,10 +66,6 @@ def build(name):
     model = AfterLinear(make(), shape[-1])
     model.targets = targets
     return model, torch.rand(shape)
-
-
-def test_the_table_of_modules_agrees_with_the_installed_torch():
-    validate((lists.MODULES_ON_CPU,), torch.__version__)
 
 
 def test_every_row_for_a_cpu_has_a_test():

@@ -109,7 +109,7 @@ def test_what_a_thread_keeps_is_held_once_while_it_runs_and_no_more_afterwards()
 @pytest.mark.parametrize("newest", [private.NEWEST, "2.5"])
 def test_a_torch_that_was_never_tested_is_named_once(newest, caplog, monkeypatch):
     monkeypatch.setattr(private, "NEWEST", newest)
-    monkeypatch.setattr("ampatch.session.announce.NEWEST", newest)
+    monkeypatch.setattr("ampatch.session.session.NEWEST", newest)
     monkeypatch.setattr(amp.session.frontend.SESSION, "_said_torch", False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

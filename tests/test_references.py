@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.patching.references import References
+from ampatch.patching.bound_names import References
 from patched import open_session
 
 ORIGINALS = (

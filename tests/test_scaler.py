@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ampatch as amp
-from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.scaler import LossScaler
+from ampatch.steps.scaler import BackwardOutcome, LossScaler
 from apex_rows import shows
 from helpers import Scalar, scaled_backward, snapshot
 
@@ -205,17 +204,6 @@ def open_session(level="O1", **options):
 def run_iteration(model, optimizer, factor=1.0, **options):
     scaled_backward(model(torch.ones(3)).sum() * factor, optimizer, **options)
     optimizer.step()
-
-
-@shows("scale-delay-check")
-def test_a_delayed_overflow_check_leaves_the_scale_and_counts_at_the_next_one():
-    model, optimizer = open_session()
-    run_iteration(model, optimizer, INF, delay_overflow_check=True)
-    assert amp.get_loss_scale() == 2.0**16
-    assert amp.step_was_skipped(optimizer)
-    run_iteration(model, optimizer)
-    assert amp.get_loss_scale() == 2.0**15
-    assert not amp.step_was_skipped(optimizer)
 
 
 @shows("scaler-state-dict")

@@ -12,8 +12,6 @@ import torch
 import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.apex.script import level_overrides
-from ampatch.doctor.against import sample
-from ampatch.doctor.against.sample import Sample
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
@@ -21,9 +19,11 @@ from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.tape import Tape
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent import sample
 from ampatch.doctor.silent.gradients import Ranges, compare_gradients
 from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes, examine_silent
+from ampatch.doctor.silent.sample import Sample
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.suspects import plan_looks
 from ampatch.doctor.words import describe

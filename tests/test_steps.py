@@ -23,7 +23,6 @@ from stepping import (
     BATCHES,
     DYNAMIC_LEVELS,
     FUSED_ADAM,
-    FUSED_MOMENTUM,
     HALF,
     INF,
     LEVELS,
@@ -36,23 +35,6 @@ from stepping import (
     run_block,
     run_iteration,
 )
-
-
-@pytest.mark.exhaustive(keep=12)
-@DYNAMIC_LEVELS
-@pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
-def test_a_step_after_overflow_changes_neither_params_nor_state(variant, level):
-    model, optimizer = open_net(level, variant)
-    batches = make_batches(variant, 4)
-    for batch in batches[:2]:
-        run_iteration(model, optimizer, batch)
-    before = all_bits(model, optimizer)
-    run_iteration(model, optimizer, batches[2], INF)
-    assert amp.step_was_skipped(optimizer)
-    assert all_bits(model, optimizer) == before
-    run_iteration(model, optimizer, batches[3])
-    assert not amp.step_was_skipped(optimizer)
-    assert all_bits(model, optimizer)[0] != before[0]
 
 
 def fill_free_memory():
@@ -82,49 +64,6 @@ def test_a_first_step_that_is_skipped_leaves_no_trace_in_what_follows(variant, l
     losses = [run_iteration(model, optimizer, batch) for batch in batches]
     assert_same_bits(losses, expected)
     assert_same_bits(model.state_dict().values(), expected_weights.values())
-
-
-@DYNAMIC_LEVELS
-@pytest.mark.parametrize("bad", [-INF, float("nan")])
-@pytest.mark.parametrize("variant", [MOMENTUM, FUSED_ADAM], ids=str)
-def test_one_gradient_that_is_not_finite_skips_the_whole_step(variant, level, bad):
-    model, optimizer = open_net(level, variant)
-    for batch in make_batches(variant, 2):
-        run_iteration(model, optimizer, batch)
-    before = all_bits(model, optimizer)
-    optimizer.zero_grad()
-    loss = model(torch.randn(5, 4)).float().square().mean()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-        model.second.weight.grad[1, 2] = bad
-    optimizer.step()
-    assert all_bits(model, optimizer) == before
-
-
-@shows("scale-exit", "scale-defect-tuple")
-@DYNAMIC_LEVELS
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_an_overflow_skips_one_step_of_every_optimizer_named(level, kind):
-    model = torch.nn.ModuleList([Scalar(), Scalar(), Scalar()])
-    optimizers = [
-        make([one.weight]) for make, one in zip([ADAM, FUSED_MOMENTUM, MOMENTUM], model, strict=True)
-    ]
-    amp.initialize(model, optimizers, opt_level=level, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0)
-    for factor, named, stepped, skipped in [
-        (1.0, [0, 1, 2], [0, 1, 2], []),
-        (INF, [0, 1, 2], [], [0, 1, 2]),
-        (1.0, [0, 1, 2], [0, 1, 2], []),
-        (INF, [1], [], [1]),
-    ]:
-        before = [param_bits(optimizer) for optimizer in optimizers]
-        loss = sum(one(BATCHES[0]).float().sum() for one in model) * factor
-        scaled_backward(loss, kind(optimizers[index] for index in named))
-        for index in named:
-            optimizers[index].step()
-        assert [index for index in range(3) if param_bits(optimizers[index]) != before[index]] == stepped
-        assert [index for index in range(3) if amp.step_was_skipped(optimizers[index])] == skipped
-        for optimizer in optimizers:
-            optimizer.zero_grad()
 
 
 @LEVELS

@@ -1,6 +1,5 @@
 """What torch does with functions behind the scenes, while they are patched."""
 
-import contextlib
 import copy
 import pickle
 
@@ -266,50 +265,6 @@ def test_a_step_inside_the_block_sees_unscaled_gradients_once(level):
     # The derivative of a sum of outputs by each weight and bias is 1.
     assert all(torch.equal(value, torch.zeros_like(value)) for value in model.state_dict().values())
     assert all(param.grad is None for param in model.parameters())
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("between", ["delayed", "raised", "no backward"])
-def test_clearing_the_models_gradients_starts_over_whatever_the_last_block_was(level, between, set_to_none):
-    model, optimizer = start(level, loss_scale=8.0)
-    backward(model(ONES).sum(), optimizer)
-    raises = pytest.raises(ValueError, match="no more") if between == "raised" else contextlib.nullcontext()
-    options = {"delay_unscale": between == "delayed", "delay_overflow_check": True}
-    with raises, amp.scale_loss(model(ONES).sum(), optimizer, **options) as scaled_loss:
-        if between == "raised":
-            raise ValueError("no more")
-        if between == "delayed":
-            scaled_loss.backward()
-    model.zero_grad(set_to_none)
-    backward(model(ONES).sum(), optimizer)
-    for param in amp.master_params(optimizer):
-        assert torch.equal(param.grad, torch.ones_like(param))
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_zeroed_gradients_of_a_delayed_block_do_not_lose_those_of_the_next(level):
-    model, optimizer = start(level, loss_scale=8.0)
-    for delay in (True, False):
-        optimizer.zero_grad(set_to_none=False)
-        backward(model(ONES).sum(), optimizer, delay_unscale=delay)
-    for param in amp.master_params(optimizer):
-        assert torch.equal(param.grad, torch.ones_like(param))
-
-
-@pytest.mark.parametrize("most", [1e-3, 0.5])
-def test_clipping_the_models_own_gradients_clips_those_of_the_step(most):
-    model, optimizer = start("O2", lr=0.5)
-    backward(model(ONES).square().sum() / 8, optimizer)
-    masters = list(amp.master_params(optimizer))
-    by_hand = [torch.nn.Parameter(master.detach().clone()) for master in masters]
-    for param, master in zip(by_hand, masters, strict=True):
-        param.grad = master.grad.clone()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-    torch.nn.utils.clip_grad_norm_(by_hand, most)
-    optimizer.step()
-    torch.optim.SGD(by_hand, lr=0.5).step()
-    assert all(map(torch.equal, masters, by_hand))
 
 
 THIRD = torch.eye(2) / 3

@@ -141,6 +141,40 @@ def of_two_losses(pair):
     pair.step()
 
 
+def added_to_gradients_that_are_there(order, pair):
+    if order != "named first":
+        scaled_backward(pair.loss(), pair.named)
+    if order == "plain between":
+        pair.loss(X / 2).backward()
+    scaled_backward(pair.loss(-X), [pair.second, pair.first])
+    if order == "named first":
+        scaled_backward(pair.loss(), pair.named)
+    pair.step()
+
+
+def added_to_what_was_delayed(loss_id, pair):
+    amp.set_loss_scale(4.0, loss_id=1)
+    scaled_backward(pair.loss(), [pair.second, pair.first], delay_unscale=pair.named is pair.first)
+    scaled_backward(pair.loss(-X), pair.named, loss_id=loss_id)
+    pair.step()
+
+
+def in_the_closure_of_the_other(pair):
+    pair.second.step(lambda: scaled_backward(pair.loss(), pair.named))
+    pair.first.step()
+
+
+def around_a_block_that_names_the_other(pair):
+    loss = pair.models[1](torch.ones(2, 4)).float().sum()
+    with amp.scale_loss(pair.loss(), pair.first) as scaled:
+        scaled.backward()
+        if pair.named is pair.first:
+            scaled_backward(loss, pair.second)
+    if pair.named is not pair.first:
+        scaled_backward(loss, pair.second)
+    pair.step()
+
+
 def train(script, names_both, **options):
     """Returns the weights and the warnings of a script."""
     pair = Pair(names_both, **options)
@@ -167,6 +201,16 @@ CASES = [
     (functools.partial(clipped_as_they_are, torch.nn.utils.clip_grad_norm_), {}),
     (functools.partial(clipped_as_they_are, torch.nn.utils.clip_grad_value_), {}),
     (of_two_losses, {"num_losses": 2}),
+    *[
+        (functools.partial(added_to_gradients_that_are_there, order), {"loss_scale": 128.0})
+        for order in ("named first", "named last", "plain between")
+    ],
+    *[
+        (functools.partial(added_to_what_was_delayed, loss_id), {"loss_scale": 64.0, "num_losses": 2})
+        for loss_id in (0, 1)
+    ],
+    (in_the_closure_of_the_other, {"loss_scale": 128.0}),
+    (around_a_block_that_names_the_other, {"loss_scale": 128.0}),
 ]
 
 
@@ -181,43 +225,6 @@ def test_an_optimizer_that_a_block_does_not_name_steps_what_it_would_if_named(sc
     assert said == []
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("order", ["named first", "named last", "plain between"])
-def test_what_a_block_adds_to_gradients_that_are_there_is_added_as_if_named(level, order):
-    def run(names_both):
-        pair = Pair(names_both, level, loss_scale=128.0)
-        if order != "named first":
-            scaled_backward(pair.loss(), pair.named)
-        if order == "plain between":
-            pair.loss(X / 2).backward()
-        scaled_backward(pair.loss(-X), [pair.second, pair.first])
-        if order == "named first":
-            scaled_backward(pair.loss(), pair.named)
-        grads = [param.grad.clone() for model in pair.models for param in model.parameters()]
-        pair.step()
-        bits = grads, [param.clone() for model in pair.models for param in model.parameters()]
-        amp.uninitialize()
-        return bits
-
-    for one, other in zip(run(names_both=False), run(names_both=True), strict=True):
-        assert_same_bits(one, other)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("loss_id", [0, 1])
-def test_a_block_adds_to_what_was_delayed_at_an_optimizer_that_it_does_not_name(level, loss_id):
-    bits = []
-    for is_told in (True, False):
-        pair = Pair(is_told, level, loss_scale=64.0, num_losses=2)
-        amp.set_loss_scale(4.0, loss_id=1)
-        scaled_backward(pair.loss(), [pair.second, pair.first], delay_unscale=not is_told)
-        scaled_backward(pair.loss(-X), pair.named, loss_id=loss_id)
-        pair.step()
-        bits.append(pair.bits())
-        amp.uninitialize()
-    assert bits[0] == bits[1]
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_plain_backward_in_the_block_adds_to_what_is_unscaled(level):
     pair = Pair(False, level, loss_scale=128.0)
@@ -230,36 +237,6 @@ def test_a_plain_backward_in_the_block_adds_to_what_is_unscaled(level):
     pair.models[1](torch.ones(2, 4)).float().sum().backward()
     expected = [param.grad for param in pair.models[1].parameters()]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)  # BatchNorm has moved
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_block_in_the_closure_of_an_optimizer_that_it_does_not_name_is_unscaled(level):
-    def run(names_both):
-        pair = Pair(names_both, level, loss_scale=128.0)
-        pair.second.step(lambda: scaled_backward(pair.loss(), pair.named))
-        pair.first.step()
-        bits = pair.bits()
-        amp.uninitialize()
-        return bits
-
-    assert run(names_both=False) == run(names_both=True)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_block_inside_names_what_the_block_around_it_does_not(level):
-    def run(names_both):
-        pair = Pair(names_both, level, loss_scale=128.0)
-        with amp.scale_loss(pair.loss(), pair.first) as scaled:
-            scaled.backward()
-            if not names_both:
-                scaled_backward(pair.models[1](torch.ones(2, 4)).float().sum(), pair.second)
-        if names_both:
-            scaled_backward(pair.models[1](torch.ones(2, 4)).float().sum(), pair.second)
-        grads = [param.grad.clone() for model in pair.models for param in model.parameters()]
-        amp.uninitialize()
-        return grads
-
-    assert_same_bits(run(names_both=False), run(names_both=True))
 
 
 def test_a_parameter_of_two_unnamed_optimizers_is_unscaled_once():

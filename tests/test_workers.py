@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import ampatch as amp
-from ampatch.steps.masters.grads import MasterGrads
+from ampatch.steps.gradients import MasterGrads
 from ampatch.steps.optimizer import AmpOptimizer
 from apex_rows import shows
 from nets import open_session

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 import torch
 from torch import Tensor
 
-from ampatch.casts.cast_cache import CONVERT
-from ampatch.levels.precision import ELIGIBLE
+from ampatch.levels.precision import CONVERT, ELIGIBLE
 
 SIMPLE = (type(None), int, float, bool, str, slice, type(...))  # of arguments that hold no tensor
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casts.cast import CASTS
-from ampatch.casts.cast_cache import is_recorded
+from ampatch.casts.cast import CASTS, is_recorded
 from ampatch.casts.cast_tree import TensorCast, cast_tree
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 

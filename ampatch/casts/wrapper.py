@@ -15,13 +15,13 @@ from torch.overrides import has_torch_function
 from ampatch.casts.cast import (
     CASTS,
     Call,
+    CastCache,
     Casts,
     Function,
     cast_eligible,
     eligible_dtypes,
+    is_grad_enabled,
 )
-from ampatch.casts.cast_cache import is_grad_enabled
-from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.cast_tree import SIMPLE, TensorCast, cast_listed, cast_tree, have_one_dtype
 from ampatch.casts.custom import (
     CUSTOM_CASTS,
@@ -309,3 +309,32 @@ _CALLS = {
     Cast.BANNED: _call_banned,
     Cast.CUSTOM: _call_custom,
 }
+
+
+class CastCounter:
+    """Counts the casts that functions use: those that were made for them, and those that were there."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.reused = 0
+
+    def watch(self, cast: TensorCast, cache: CastCache) -> TensorCast:
+        """Returns a cast that is counted, except under Dynamo, where a count would be a constant.
+
+        A closure, as the casts are: it runs at every one of them. `cache` is that of the weights.
+        """
+
+        def counted(tensor: Tensor) -> Tensor:
+            if torch.compiler.is_dynamo_compiling():
+                return cast(tensor)
+            made_before = cache.made
+            result = cast(tensor)
+            if result is tensor:
+                return result
+            if isinstance(tensor, Parameter) and cache.made == made_before:
+                self.reused += 1
+            else:
+                self.made += 1
+            return result
+
+        return counted

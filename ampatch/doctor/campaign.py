@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
-from ampatch.doctor.against.compare import compare_levels
 from ampatch.doctor.errors import ScriptError, read_error
 from ampatch.doctor.finding import Finding, Report, merge
-from ampatch.doctor.growth.brakes import MOST_STEPS
-from ampatch.doctor.growth.curves import describe_growth, facts_of
 from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
 from ampatch.doctor.rules.table import explain
 from ampatch.doctor.run import Run
@@ -42,15 +38,12 @@ MOST_TIMES, MOST_SECONDS = 6.0, 20.0
 LONG = 300.0  # CPU seconds of the watched run
 SHORT = 60.0  # CPU seconds of a watched run that float32 is compared with to its end
 LESS = 0.05  # of the loss: it falls so much less than in float32, and less than `PART` of that
-FEWEST_TIMED = 5  # steps, for a median
 SECONDS = 600.0  # of the watched run; the others, which do more, may take twice as long
 WHY = {
     "watched": "the script as it is",
     "traced": "each operation where something broke, or in the first steps",
     "float32": "the same in float32",
     "tried": "with advice",
-    "proposed": "with modules in float32",
-    "compared": "the numbers of a step",
 }
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
 
@@ -62,7 +55,6 @@ class Campaign:
     run: Run
     launch: Launch = start_process
     tries: bool = False  # whether advice is tried
-    every: int = 0  # attempts between those that are noted; 0: as many as curves need
     tell: Callable[[str], None] | None = None  # hears of each run
     seconds: float | None = None  # that the watched run may take
     runs: int = 0
@@ -75,27 +67,25 @@ class Campaign:
     begun: float = 0.0  # when the latest run began
     silent: list[Finding] = field(default_factory=list)  # of the watched and the traced run
 
-    def report(self, propose: bool = False, against: str | None = None) -> Report:
-        """Runs the script as often as it takes; see `_report`."""
+    def report(self) -> Report:
+        """Watches the script, traces what broke, asks whether float32 survives, and tries what helps."""
         with temporary_folder("doctor") as folder:
             self.run = replace(self.run, samples=str(folder))
-            return self._report(propose, against)
+            return self._report()
 
-    def _report(self, propose: bool, against: str | None) -> Report:
-        """Watches, traces what broke, asks whether float32 survives, proposes what to keep, and compares."""
-        seen = self._start("watched", replace(self.run, every=self.every, seconds=self.seconds))
+    def _report(self) -> Report:
+        seen = self._start("watched", replace(self.run, grows=True, seconds=self.seconds))
         if self.seconds:
             self.run = replace(self.run, seconds=2 * self.seconds)
         self._say_what_was_not_watched(seen)
         if "watched" in self.ended:
             seen = replace(seen, is_open=True)
         attempts = seen.attempts
-        growth = describe_growth(seen.growth, attempts) if attempts else None
         sample = pick_sample(seen.shares, attempts)
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         looks = plan_looks(attempts) if self.spent[0] <= LONG else ()
-        run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
+        run = replace(self.run, traces=True, window=window, sample=sample)
         run = replace(run, looks=looks, is_brief=not seen.suspects, raises="watched" in self.ended)
         origins = origins_of(self._start("traced", run)) if window else ()
         findings, hidden = findings_in(seen, origins), find_hidden(origins)
@@ -106,7 +96,7 @@ class Campaign:
         elif self.ended.get("watched") and self.ended["watched"].is_raised:
             again = self._in_float32(seen, (), None)
         if findings:
-            findings = self._explain(findings, seen, again, growth or {})
+            findings = self._explain(findings, seen, again)
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
             more = {"autocast": self.seen["traced"].autocast, "float32_survives": True, "dtype": "float16"}
@@ -115,26 +105,19 @@ class Campaign:
         if "watched" in self.ended and not findings and (of_half := self._of_half_alone(seen)):
             findings = self._try([explain(of_half)], lambda *_: (), seen, again)
         harmless = merge(attempts, [it for it in origins if not it.has_reached])
-        silent, learnt = self._examine_silent(seen, findings, harmless, growth or {})
+        silent, learnt = self._examine_silent(seen, findings, harmless)
         findings = findings or learnt
-        is_kept = propose and findings and findings[0].float32_survives
-        proposed = self._propose(findings[0].module, window) if is_kept else ()
         untraced = self._say_what_was_not_traced(seen, origins, findings)
         self._say_how_runs_ended(untraced, findings)
-        compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
         return Report(
-            *(tuple(findings), tuple(map(explain, harmless)), describe_scale(attempts), proposed, self.runs),
+            *(tuple(findings), tuple(map(explain, harmless)), describe_scale(attempts), self.runs),
             tuple(self.unknown),
-            growth=growth,
-            speed=self.seen["traced"].speed if window else None,
-            against=compared,
             silent=silent,
             untraced=untraced,
-            keep_fp32_cost=self._cost(window) if proposed else None,
         )
 
     def _examine_silent(
-        self, seen: Seen, findings: Sequence[Finding], harmless: Sequence[Finding], growth: dict[str, object]
+        self, seen: Seen, findings: Sequence[Finding], harmless: Sequence[Finding]
     ) -> tuple[tuple[Finding, ...], list[Finding]]:
         """Returns the silent faults, or else what would have the script learn, if it does not."""
         attempts = seen.attempts
@@ -161,21 +144,18 @@ class Campaign:
         last = self.compared - ENOUGH  # what a trial has to pass, at least
         trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford, least=last)
         silent = tuple(trial.order(it) if it is tryable else it for it in silent)
-        half, autocast = str(growth["half"]), self.seen["traced"].autocast
+        half, autocast = str(seen.growth["half"]), self.seen["traced"].autocast
         return silent, [] if silent else find_what_learns(trial, harmless, half, autocast)
 
-    def _explain(
-        self, findings: Sequence[Finding], seen: Seen, again: Seen, growth: dict[str, object]
-    ) -> list[Finding]:
+    def _explain(self, findings: Sequence[Finding], seen: Seen, again: Seen) -> list[Finding]:
         """Returns findings with their causes and what to do, which is tried for the first."""
         survives = self._survives(seen, again)
-        grown = facts_of(growth) if growth else {}
         is_of_half = survives and "traced" in self.ended and "float32" not in self.ended
 
         def explained(found: Sequence[Finding]) -> list[Finding]:
             keep = modules_to_keep(found, again.oversized) if survives else ()
             own = {"halved": seen.halved, "has_scaler": has_scaler(seen.attempts)}
-            facts = grown | own | {"half": growth.get("half")}
+            facts = seen.growth | own
             facts |= {"up_to": again.attempts[-1].step} if survives and self.enough else {}
             more = {"float32_survives": survives, "keep": keep}
             return [
@@ -253,20 +233,6 @@ class Campaign:
             facts=facts | {"has_scaler": has_scaler(seen.attempts)},
         )
 
-    def _cost(self, window: Sequence[int]) -> float | None:
-        """Returns how many times as long a step takes with what is kept, both traced, outside of what was.
-
-        The first steps are left out, which other things slow down; None if too few are left.
-        """
-        medians = []
-        for name in ("traced", "kept"):
-            attempts = self.seen[name].attempts
-            times = [it.seconds for index, it in enumerate(attempts) if index not in window]
-            if len(times) < FEWEST_TIMED + MOST_STEPS:
-                return None
-            medians.append(statistics.median(times[MOST_STEPS:]))
-        return medians[1] / medians[0]
-
     def _in_float32(self, seen: Seen, hidden: tuple[int, ...], sample: int | None) -> Seen:
         """Runs the script in float32, and traces there what a loss scale may have hidden.
 
@@ -312,41 +278,6 @@ class Campaign:
             return None
         return survives
 
-    def _propose(self, first: str, window: Sequence[int]) -> tuple[str, ...]:
-        """Follows the first faulty module, keeps it, and runs again; then takes each back.
-
-        Costs a run for each module, and as many for the proof that none is too many; one more where a module
-        breaks at attempts that are not in `window`, where the first broke.
-        """
-        if not first:
-            return ()
-        keep = (first,)
-        while (found := self._first_module(keep, window)) is not None:
-            if found in keep or not found:
-                self.unknown.append(
-                    f"no proposal: with {list(keep)} in float32 {found or 'the model itself'} breaks"
-                )
-                return ()
-            keep = (*keep, found)
-        self.seen["kept"] = self.seen["proposed"]
-        for name in keep if len(keep) > 1 else ():
-            fewer = tuple(other for other in keep if other != name)
-            if self._first_module(fewer, window) is None:
-                keep, self.seen["kept"] = fewer, self.seen["proposed"]
-        return keep
-
-    def _first_module(self, keep: tuple[str, ...], window: Sequence[int]) -> str | None:
-        """Runs with modules in float32; returns the first that breaks nevertheless, None if none."""
-        run = replace(self.run, traces=True, window=tuple(window), goes_on=True, keep_fp32=keep)
-        seen = self._start("proposed", run)
-        found = findings_in(seen, seen.origins)
-        later = tuple(index for index in seen.suspects if index not in window)[:MOST_TRACED]
-        if not found and later:
-            found = findings_in(
-                seen, self._start("proposed", replace(run, window=later, goes_on=False)).origins
-            )
-        return found[0].module if found else None
-
     def can_afford(self) -> bool:
         """Says whether another run costs no more than is allowed, beside those that were made."""
         return sum(self.spent) + max(self.spent) <= MOST_TIMES * self.spent[0] + MOST_SECONDS
@@ -356,7 +287,7 @@ class Campaign:
         self.runs += 1
         if self.tell:
             last = f" (the last took {time.monotonic() - self.begun:.0f} s)" if self.runs > 1 else ""
-            self.tell(f"run {self.runs}: {name}, {WHY.get(name, 'at that level')}{last}")
+            self.tell(f"run {self.runs}: {name}, {WHY[name]}{last}")
         before, self.begun = cpu_of_children(), time.monotonic()
         with temporary_folder("doctor") as folder:
             out = folder / "seen"

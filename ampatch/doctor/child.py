@@ -17,21 +17,19 @@ import torch
 
 from ampatch import DynamicLossScale, apex
 from ampatch.apex.script import Script, level_overrides
-from ampatch.doctor.against.sample import Sample
-from ampatch.doctor.growth.brakes import Brakes
-from ampatch.doctor.growth.notes import Growth
 from ampatch.doctor.instruments import precision
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.tape import Tape
 from ampatch.doctor.instruments.trace import Trace
-from ampatch.doctor.instruments.watch import Watch
+from ampatch.doctor.instruments.watch import Growth, Watch
 from ampatch.doctor.run import Run
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.silent.gradients import Ranges
 from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes
+from ampatch.doctor.silent.sample import Sample
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.text.source import changed_texts
 from ampatch.patching.patcher import Patcher
@@ -71,11 +69,10 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     without_gpu = precision.note_autocast_without_gpu(clock.undo)
     halved = precision.note_halved(clock.undo)
     change(run, clock)
-    watch, growth = Watch(clock, run.most), None if run.every is None else Growth(clock, run.every)
+    watch, growth = Watch(clock, run.most), Growth(clock) if run.grows else None
     if run.seconds is not None and hasattr(signal, "SIGALRM"):
         end_late(watch, run.seconds, clock.undo)
     tape = Tape(clock)
-    brakes = Brakes(tape) if run.speed else None
     oversized = precision.Oversized(clock) if run.float32 else None
     scaled, ranges = Scaled(clock, notes := Notes(clock)), Ranges(clock)
     looks = Looks(tape, notes, (*run.looks, *(run.window or ())), scaled)
@@ -88,7 +85,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
         precision.Keeper(run.keep_fp32, clock)
     if trace:
         torch.compiler.set_stance("force_eager")
-        Operations(tape, [it for it in (brakes, looks, trace) if it]).follow()
+        Operations(tape, [looks, trace]).follow()
 
     def seen() -> Seen:
         scaled.close()
@@ -101,8 +98,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
             ),
             silent=tuple(notes.found.values()),
             shares=ranges.shares,
-            growth=growth.to_json() if growth else None,
-            speed=brakes.to_json() if brakes else None,
+            growth=growth.facts() if growth else {},
             halved=tuple(halved),
             without_gpu=tuple(sorted(without_gpu)),
             autocast=min(clock.autocasts, default=None),

@@ -98,14 +98,9 @@ class Report:
     findings: tuple[Finding, ...] = ()
     harmless: tuple[Finding, ...] = ()
     scale: dict[str, object] = field(default_factory=dict)
-    keep_fp32: tuple[str, ...] = ()
     runs: int = 0
     unknown: tuple[str, ...] = ()
-    growth: dict | None = None
-    speed: dict | None = None
-    against: dict | None = None
     silent: tuple[Finding, ...] = ()
-    keep_fp32_cost: float | None = None  # how many times as long a step takes with it
     untraced: str = ""  # what broke and has no finding, and why
 
     def to_json(self) -> dict[str, object]:

@@ -32,9 +32,7 @@ class Run:
     raises: bool = False  # whether the script is known to raise an error
     is_brief: bool = False  # of many backward passes of an attempt the first are traced
     keep_fp32: tuple[str, ...] = ()
-    # What is noted beside: growth, at each so many attempts; what slows it down; one attempt's numbers.
-    every: int | None = None
-    speed: bool = False
+    grows: bool = False  # whether layers whose numbers grow are noted
     sample: int | None = None  # the attempt whose numbers go to the folder `samples`
     samples: str = ""
     device: str | None = None  # as of a `Script`

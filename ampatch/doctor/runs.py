@@ -16,13 +16,12 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.run import Run
 from ampatch.doctor.suspects import find_suspects
 from ampatch.tools.folder import HELD
-from ampatch.tools.process import START, child_process, wait
-from ampatch.tools.stop import noting_signals
+from ampatch.tools.process import START, child_process, noting_signals, wait
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one run of a script left behind; `growth` and `speed` only where they were asked for.
+    """What one run of a script left behind.
 
     `is_open` says that it ended on a forward with gradients which no step followed, as one does that gives up
     on a bad loss: what was traced there belongs to the attempt after the last.
@@ -35,8 +34,7 @@ class Seen:
     halved: tuple[str, ...] = ()  # lines at which the script itself makes models half
     silent: tuple[Finding, ...] = ()
     shares: dict[int, float] = field(default_factory=dict)  # as `Ranges` notes them
-    growth: dict | None = None
-    speed: dict | None = None
+    growth: dict[str, object] = field(default_factory=dict)  # as `Growth` knows it, of the watched run
     without_gpu: tuple[str, ...] = ()  # lines that turn on autocast for a GPU that is not there
     autocast: str | None = None  # the device for which torch.autocast was on, in a traced run
     oversized: tuple[str, ...] = ()  # layers that take or give in float32 what float16 cannot hold

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from ampatch.doctor.against.compare import said_of_comparison
 from ampatch.doctor.finding import Finding, Report
-from ampatch.doctor.growth.brakes import said_of_speed
-from ampatch.doctor.growth.curves import said_of_growth
-from ampatch.doctor.rules.remedies import DIVERGES
 
 MOST_SHOWN = 2  # findings after the first
 MOST_SILENT = 5
@@ -38,23 +34,12 @@ def describe(report: Report) -> Iterator[str]:
     yield from describe_others(report.findings)
     if not is_misused:
         yield from describe_silent(report.silent)
-    if report.keep_fp32:
-        cost = report.keep_fp32_cost
-        said = "too few steps to time it" if cost is None else f"a step takes about {cost:.2f} times as long"
-        yield f"Proposed: keep_fp32={list(report.keep_fp32)} ({said})"
     named = {it.where for it in (*report.findings, *report.silent)}
     harmless = [str(it.where) for it in report.harmless if it.where not in named]
     if lines := ", ".join(dict.fromkeys(harmless)):
         yield f"Harmless, as it reached no loss, gradient or weight: inf or NaN made at {lines}"
     for line in report.unknown:
         yield f"Not known: {line}"
-    if report.growth and not is_explained(report.growth, report.findings):
-        yield from said_of_growth(report.growth)
-    if report.against:
-        yield from said_of_comparison(report.against)
-    if report.speed and not (report.findings or report.silent) and (said := said_of_speed(report.speed)):
-        yield "Why mixed precision may not be faster here:"
-        yield from (f"  - {line}" for line in said)
 
 
 def describe_others(findings: Sequence[Finding]) -> Iterator[str]:
@@ -70,15 +55,6 @@ def describe_others(findings: Sequence[Finding]) -> Iterator[str]:
         yield f"  -> {finding.remedies[0]}"
     if rest := max(0, len(findings) - 1) - len(others[:MOST_SHOWN]):
         yield f"... and {rest} more, probably with the same cause (--json OUT has them all)"
-
-
-def is_explained(growth: dict, findings: Sequence[Finding]) -> bool:
-    """Says whether growth comes of what broke, or the first finding tells of it: one cause, one finding."""
-    began, steps = growth.get("began"), [it.step for it in findings if it.step is not None]
-    if not (began and steps):
-        return False
-    is_told = findings[0].facts.get("grown", 1.0) >= DIVERGES or began["quantity"] != "output"
-    return is_told or began["attempt"] >= min(steps)
 
 
 def describe_nothing(report: Report) -> Iterator[str]:

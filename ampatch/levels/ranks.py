@@ -24,13 +24,11 @@ def find_rank() -> int | None:
 
 
 def say(text: str) -> None:
-    """Prints a line on rank 0."""
     if not find_rank():
         print(text, flush=True)
 
 
 def select_sharded(modules: Iterable[Module]) -> list[Module]:
-    """Returns those modules that FSDP2 has sharded."""
     return list(filter(is_sharded, modules))
 
 

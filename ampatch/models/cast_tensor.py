@@ -14,9 +14,8 @@ from torch.nn import Module, Parameter
 
 from ampatch.levels.private import set_grad
 from ampatch.models.rounding import Effect, find_effect
-from ampatch.steps.grads.plain import cast_grads
-from ampatch.steps.masters.tensors import is_wrapper
-from ampatch.steps.masters.weight import Weight
+from ampatch.steps.gradients import cast_grads
+from ampatch.steps.masters import Weight, is_wrapper
 
 LEAST_SAMPLE = 16  # elements, to tell of a copied model whether it is averaged
 
@@ -113,7 +112,6 @@ class Float32Values:
         self._add(Weight(successor, precise, self.shared.touched))
 
     def forget(self, tensor: Tensor) -> None:
-        """Drops what is known of a tensor."""
         for known in (self._weights, self.shared.known):
             known.pop(id(tensor), None)
 

@@ -22,7 +22,7 @@ from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.ranks import is_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import list_parts
-from ampatch.models.kept import SINGLE_TYPES, Keep, inner_ids, select_named
+from ampatch.models.float32_parts import SINGLE_TYPES, Keep, inner_ids, select_named
 
 logger = logging.getLogger("ampatch")
 
@@ -54,7 +54,6 @@ class LayersExplained:
         return "\n".join(map(str, self.layers)) or "no torch.nn.Linear"
 
     def _repr_html_(self) -> str:
-        """Shows a notebook what `str` writes."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
@@ -76,7 +75,6 @@ class Float8Choice:
         self._uncalled = inner_ids(part for part in list_parts(models) if isinstance(part, SINGLE_TYPES))
 
     def asks(self, layer: Linear) -> bool:
-        """Whether a script asks for a layer."""
         return id(layer) in self._asked
 
     def layers(self) -> Iterator[tuple[Linear, Layer]]:

@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ampatch.steps.masters.tensors import is_wrapper
+from ampatch.steps.masters import is_wrapper
 
 LARGEST_ERROR = 1 / 32  # of an angle in rad or a pixel: bfloat16 makes it at 16, float16 at 128
 _RAMP = 8  # numbers that only rise or only fall are a table, and no chance

@@ -180,7 +180,8 @@ def guard_compiler(half: torch.dtype, undo: ExitStack) -> None:
         logger.warning(
             "torch %s: torch.compile runs functions as plain Python until ampatch.uninitialize(), because it "
             "would not cast as it should: %s",
-            *(torch.__version__, fault),
+            torch.__version__,
+            fault,
         )
         undo.enter_context(torch.compiler.set_stance("force_eager"))
 

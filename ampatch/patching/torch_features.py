@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
+import pkgutil
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from threading import get_ident
 from types import ModuleType, SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint
@@ -14,21 +19,30 @@ from torch import Tensor, overrides
 from torch.nn import Module, Parameter
 
 from ampatch.casts.cast import CASTS, Call, Function
+from ampatch.casts.cast_tree import cast_to, cast_tree
 from ampatch.casts.thread import OpenForward
 from ampatch.casts.wrapper import METHODS
 from ampatch.errors import AmpValueError
+from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 from ampatch.levels.private import (
+    BACKWARDS,
+    ENTER_AUTOCAST,
+    FIND_BUILTIN,
+    FUNCTIONS_IN_SCRIPTS,
+    OPS,
     POP_MODE,
     REENTRANT,
     REFERENCES,
+    SCRIPT_MODULE,
     count_function_modes,
+    forward_ad_level,
     function_mode,
     has_function_modes,
+    is_transformed,
 )
+from ampatch.levels.stack import is_running
 from ampatch.patching.bound_names import BoundNames
-from ampatch.patching.layers import widen_in_transforms
-from ampatch.patching.patcher import Patcher, SessionPatch, peel
-from ampatch.patching.scripting import is_ours
+from ampatch.patching.patcher import Patcher, SessionPatch, get_raw, peel
 
 # What `checkpoint` calls: in torch 2.14, and before.
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -250,3 +264,274 @@ def _repeat(function: Function, *, begins_empty: bool = False) -> Function:
 
     is_inside = bool(thread.forwards)
     return run
+
+
+def allow_half_input() -> Callable[..., None]:
+    """Returns what stands in for `torch.nn.RNNBase.check_input`, with every check but that of dtypes.
+
+    The module compares the dtypes of input and weights before it calls the recurrent function, which
+    is patched and casts both; it makes an exception for `torch.autocast`, but not for us.
+    """
+    original, thread = torch.nn.RNNBase.check_input, CASTS.thread
+
+    @functools.wraps(original)
+    def check_input(self: torch.nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+        weight = self._flat_weights[0]
+        casts = not (thread.off and thread.is_off())
+        if casts and {input.dtype, weight.dtype} <= ELIGIBLE and input.dtype != weight.dtype:
+            input = torch.empty_like(input, dtype=weight.dtype, device="meta")
+        return original(self, input, batch_sizes)
+
+    return check_input
+
+
+def allow_fast_path() -> Callable[[], bool]:
+    """Returns what stands in for `torch.backends.mha.get_fastpath_enabled`: False where this thread casts.
+
+    In evaluation `nn.MultiheadAttention` and `nn.TransformerEncoder` may make one C++ call for a whole
+    layer, in the type of its weights. They make an exception for `torch.autocast`, but not for us.
+    """
+    original, thread = torch.backends.mha.get_fastpath_enabled, CASTS.thread
+
+    @functools.wraps(original)
+    def get_fastpath_enabled() -> bool:
+        if thread.off and thread.is_off():
+            return original()
+        return False
+
+    return get_fastpath_enabled
+
+
+def widen_in_transforms(patcher: Patcher) -> None:
+    """Has functions compute in float32 inside of a transform where half fails; their results stay half."""
+    for path, name, fails in _FAIL_IN_TRANSFORMS:
+        owner = pkgutil.resolve_name(path)
+        patcher.replace(owner, name, _widen(getattr(owner, name), fails))
+
+
+def _widen(original: Callable[..., object], fails: Callable[[tuple], bool]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def widened(input: Tensor, *args: object, **kwargs: object) -> object:
+        is_plain = torch.compiler.is_dynamo_compiling() or not (is_transformed() or forward_ad_level() >= 0)
+        if is_plain or input.dtype not in HALF_TYPES or not fails((input, *args, *kwargs.values())):
+            return original(input, *args, **kwargs)
+        args, kwargs = cast_tree(((input, *args), kwargs), cast_to(torch.float32))  # type: ignore[misc,assignment]
+        return cast_tree(original(*args, **kwargs), cast_to(input.dtype))
+
+    return widened
+
+
+def _has_float32(values: tuple) -> bool:
+    return any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in values)
+
+
+def _is_on_cpu(values: tuple) -> bool:
+    return values[0].device.type == "cpu"
+
+
+# Elsewhere these take half input (torch 2.13). Normalizations have kernels for it with float32 weights, but
+# the formulas for `vmap`, `jvp` and the derivatives of a derivative raise, or return float32. On a CPU the
+# `jvp` of `glu` has no half kernel, and oneDNN, whose LSTM alone has a rule for `vmap`, none in float16, and
+# in bfloat16 only on processors that compute in it.
+_FAIL_IN_TRANSFORMS = (
+    ("torch", "batch_norm", _has_float32),
+    ("torch", "instance_norm", _has_float32),
+    ("torch.nn.functional", "glu", _is_on_cpu),
+    ("torch._VF", "lstm", _is_on_cpu),
+)
+
+
+def patch_autocast(patcher: Patcher) -> None:
+    """Has `with torch.autocast(device, enabled=False)` mean float32 here as it does under autocast.
+
+    Authors of models write it around what must not be rounded, such as rotary embeddings. Outside of a
+    forward it says nothing: there it is how scripts turn torch's own mixed precision off.
+    """
+    block, thread = torch.amp.autocast_mode.autocast, CASTS.thread
+    original_enter, original_exit = block.__enter__, block.__exit__
+    in_graph = getattr(ENTER_AUTOCAST.find(), "__code__", None)
+
+    def enter(self: torch.autocast) -> object:
+        result = original_enter(self)
+        forwards = thread.forwards
+        is_off = not self._enabled and self.device in CASTS.device_types
+        # Dynamo enters one to trace what is inside, and would take our state for that of the whole graph.
+        is_traced = sys._getframe(1).f_code is in_graph
+        is_inside = bool(forwards) and is_running(forwards[-1].frame)
+        thread.enter_autocast(self, is_off and is_inside and not is_traced)
+        return result
+
+    def leave(self: torch.autocast, *error: object) -> object:
+        thread.exit_autocast(self)
+        return original_exit(self, *error)
+
+    patcher.replace(block, "__enter__", enter)
+    patcher.replace(block, "__exit__", leave)
+
+
+_BACKWARD = "_backward_fn"
+
+
+def leave_ops_uncast(patcher: Patcher) -> None:
+    """Turns casts off inside of every op that is called from Python, made before or later.
+
+    An op promises its types: a body that is cast returns others than its fake declares. Torch looks no
+    kernel up that Python could see, so that what is replaced are the calls of ops, under which kernels, fakes
+    and rules of `vmap` and dispatch modes run, compiled or not. Backwards run under the autograd engine:
+    there the attribute is replaced by which torch finds them.
+    """
+    ops, backwards = [[name.find() for name in names if not name.is_missing()] for names in (OPS, BACKWARDS)]
+    for kind in [each for op in ops for each in (op, *op.__subclasses__())]:
+        if "__call__" in vars(kind):
+            patcher.replace(kind, "__call__", _uncast(vars(kind)["__call__"]))
+    for kind in backwards:
+        patcher.put(kind, _BACKWARD, property(_read_backward, _write_backward))
+
+
+def _uncast(function: Function) -> Function:
+    thread = CASTS.thread
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        thread.disabled_by += 1  # `ThreadState.disable`, written out: torch calls ops around each step
+        thread.off += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            thread.disabled_by -= 1
+            thread.off -= 1
+
+    return call
+
+
+def _read_backward(op: object) -> Function | None:
+    function = vars(op)[_BACKWARD]
+    return None if function is None else _uncast(function)
+
+
+def _write_backward(op: object, function: Function | None) -> None:
+    vars(op)[_BACKWARD] = function
+
+
+Repeats = list[Callable[[], None]]
+
+
+class Captures(SessionPatch):
+    """Knows whether a thread captures a CUDA graph, and has each replay repeat what the capture noted.
+
+    A replay computes on the device what was captured. What Python notes beside it, an outcome that the next
+    step must look at for example, is put into `current()` during the capture and called after each replay.
+    Casts end where a capture begins and ends and after each replay: one from before would be a constant of
+    the graph, what a capture casts is computed by replays alone, and a graph may hold an optimizer's step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[int, Repeats] = {}  # by thread
+        self._repeats: WeakKeyDictionary[torch.cuda.CUDAGraph, Repeats] = WeakKeyDictionary()
+
+    def current(self) -> Repeats | None:
+        """Returns what collects what is to be repeated, None if this thread captures nothing."""
+        return self._open.get(get_ident()) if self._open else None  # torch.compile knows no get_ident
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces the methods by which graphs are captured and replayed."""
+        names = ("capture_begin", "capture_end", "replay")
+        originals = {name: get_raw(torch.cuda.CUDAGraph, name) for name in names}
+
+        def capture_begin(graph: torch.cuda.CUDAGraph, *args: object, **kwargs: object) -> None:
+            CASTS.forget_casts()  # first: it may raise
+            originals["capture_begin"](graph, *args, **kwargs)
+            self._open[get_ident()] = self._repeats[graph] = []
+
+        def capture_end(graph: torch.cuda.CUDAGraph) -> None:
+            self._open.pop(get_ident(), None)
+            CASTS.forget_casts()
+            originals["capture_end"](graph)
+
+        def replay(graph: torch.cuda.CUDAGraph) -> None:
+            originals["replay"](graph)
+            CASTS.forget_casts()
+            for repeat in self._repeats.get(graph, ()):
+                repeat()
+
+        for name, function in zip(names, (capture_begin, capture_end, replay), strict=True):
+            patcher.replace(torch.cuda.CUDAGraph, name, functools.wraps(originals[name])(function))
+
+    def forget(self) -> None:
+        """Drops what replays would repeat."""
+        self._open.clear()
+        self._repeats.clear()
+
+
+UNCAST = (
+    "%s: scripted code runs uncast, in the types that its weights and inputs have; "
+    "torch.jit.trace and torch.export of an initialized model keep the casts"
+)
+
+logger = logging.getLogger("ampatch")
+
+
+class ScriptModels(SessionPatch):
+    """Has scripted code run the originals, uncast, and leaves our hooks out of it; says so once a session.
+
+    Torch itself scripts functions when they are first needed, those of forward-mode AD among them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_said = False
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces the functions by which TorchScript gets to know another one, or a module."""
+        self._has_said = False
+        FIND_BUILTIN.find(len)("")  # which makes a table of torch's namespace as it is now: before any patch
+        for name in FUNCTIONS_IN_SCRIPTS:
+            if not name.is_missing():
+                patcher.replace(*name.find_place(), _take_original(name.find()))
+        if not SCRIPT_MODULE.is_missing():
+            patcher.replace(*SCRIPT_MODULE.find_place(), self._script_without_hooks(SCRIPT_MODULE.find()))
+
+    def _script_without_hooks(self, original: Callable[..., object]) -> Callable[..., object]:
+        def create_script_module(model: Module, *args: object, is_tracing: bool = False, **kwargs) -> object:
+            if not is_tracing:
+                self._say(model)
+            with ExitStack() as undo:
+                undo.callback((patcher := Patcher()).close)
+                _hide_hooks(patcher, model)
+                return original(model, *args, is_tracing=is_tracing, **kwargs)
+
+        return create_script_module
+
+    def _say(self, model: Module) -> None:
+        has_half = any(param.dtype in HALF_TYPES for param in model.parameters())
+        if not self._has_said and (has_half or CASTS.half is not None):
+            self._has_said = True
+            logger.warning(UNCAST, f"torch.jit.script({type(model).__name__})")
+
+
+def say_scripted(models: Sequence[Module]) -> None:
+    """Says of models with scripted or traced parts that casts of torch's functions do not reach these."""
+    parts = [part for model in models for part in model.named_modules()]
+    scripted = [name for name, part in parts if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        logger.warning(UNCAST, f"module {scripted[0]!r} is scripted")
+
+
+def _take_original(look_up: Callable[..., object]) -> Callable[..., object]:
+    return lambda function, *args: look_up(peel(function), *args)
+
+
+def _hide_hooks(patcher: Patcher, model: Module) -> None:
+    """Takes the forward hooks that `initialize` put on a model and its parts away."""
+    for part in model.modules():
+        for table in ("_forward_hooks", "_forward_pre_hooks"):
+            hooks = getattr(part, table).items()
+            others = [(key, hook) for key, hook in hooks if not is_ours(hook)]
+            if len(others) < len(hooks):
+                patcher.replace(part, table, OrderedDict(others))
+
+
+def is_ours(hook: object) -> bool:
+    """Whether a hook is one that `initialize` put on a module."""
+    return type(hook).__module__.partition(".")[0] == "ampatch"

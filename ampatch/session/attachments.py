@@ -25,13 +25,11 @@ from ampatch.patching.patcher import Patcher
 from ampatch.patching.torch_features import BeforeGraph
 from ampatch.session.members import Members
 from ampatch.session.request import Request, unwrap_optimizer
-from ampatch.steps.call import Call
 from ampatch.steps.events import Surroundings
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
-from ampatch.steps.grads.local import WatchForward, validate_sharded
-from ampatch.steps.masters.params import MasterParams
-from ampatch.steps.masters.weight import Weight
-from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.steps.gradients import WatchForward, validate_sharded
+from ampatch.steps.masters import MasterParams, Weight
+from ampatch.steps.optimizer import AmpOptimizer, Call
 
 logger = logging.getLogger("ampatch")
 
@@ -125,9 +123,11 @@ class Attachments:
             for param in new:
                 param.grad = None
             logger.warning(
-                "%s: %d %s had a gradient, which a block of scale_loss may have scaled: it was "
+                "%s: %d new parameter%s had a gradient, which a block of scale_loss may have scaled: it was "
                 "dropped; for a gradient of a new parameter to count, add the parameter before the block",
-                *(where, len(new), "new parameter" if len(new) == 1 else "new parameters"),
+                where,
+                len(new),
+                "s" * (len(new) > 1),
             )
 
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast, overload
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from ampatch.casts.catalog import Catalog, Explanation, Name
 from ampatch.errors import AmpTypeError, AmpValueError
-from ampatch.levels.alarms import Alarms
-from ampatch.levels.loss_scale import DynamicLossScale
+from ampatch.levels.loss_scale import Alarms, DynamicLossScale, is_number, validate_scale
 from ampatch.levels.overrides import Overrides, parse_flag, resolve
 from ampatch.levels.policy import Policy
-from ampatch.models.kept import Keep, normalize_keep
+from ampatch.levels.stack import warn
+from ampatch.models.float8 import LayersExplained, explain_layers
+from ampatch.models.float32_parts import Keep, normalize_keep
+from ampatch.patching.patcher import qualify
+from ampatch.patching.torch_patch import Function, Registration, decorate, validate_place
 from ampatch.session.request import (
     Models,
     Optimizers,
@@ -26,9 +33,10 @@ from ampatch.session.request import (
     suited_level,
     validate_names,
 )
-from ampatch.session.scalers import pick_scaler
 from ampatch.session.session import SESSION
 from ampatch.steps.block import PassedThrough, ScaledLoss
+from ampatch.steps.scaler import BackwardOutcome, LossScaler
+from ampatch.table import Cast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -277,3 +285,203 @@ def override(**arguments: object) -> Iterator[None]:
         yield
     finally:
         SESSION.overrides = before
+
+
+def loss_scalers(*, of_last_call: bool = False) -> tuple[LossScaler, ...]:
+    """Returns the loss scalers of the session, numbered as `state_dict` numbers them."""
+    SESSION.require_open()
+    return tuple(SESSION.scalers(of_last_call=of_last_call))
+
+
+def get_loss_scale(loss_id: int = 0) -> float:
+    """Returns a loss scale; one host sync if it is dynamic. Losses are numbered across calls."""
+    scalers = loss_scalers()
+    return pick_scaler(scalers, loss_id).get_scale() if scalers else 1.0
+
+
+def set_loss_scale(value: float, loss_id: int = 0) -> None:
+    """Sets a loss scale to a number above 0; a dynamic one continues from there."""
+    scalers = loss_scalers()
+    if scalers:
+        pick_scaler(scalers, loss_id).set_scale(value)
+
+
+def pick_scaler(scalers: Sequence[LossScaler], loss_id: object) -> LossScaler:
+    """Returns the scaler of a loss; raises AmpTypeError or AmpValueError for a number that none has."""
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        raise AmpTypeError(f"loss_id is {loss_id!r}: expected a whole number from 0 to {len(scalers) - 1}")
+    if not 0 <= loss_id < len(scalers):
+        raise AmpValueError(
+            f"loss_id {loss_id!r} is out of range: expected 0 to {len(scalers) - 1}; "
+            f"initialize(num_losses=...) says how many there are"
+        )
+    return scalers[loss_id]
+
+
+def state_dict(*, of_last_call: bool = False) -> dict[str, dict[str, float | int]]:
+    """Returns the state of every loss scaler, in apex's format; one host sync for each that is dynamic.
+
+    The scalers of several `initialize` calls are numbered in sequence, even if their models are gone.
+    `of_last_call`: only those of the latest.
+    """
+    scalers = loss_scalers(of_last_call=of_last_call)
+    return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(scalers)}
+
+
+def load_state_dict(state_dict: dict[str, dict[str, float | int]], *, of_last_call: bool = False) -> None:
+    """Restores the loss scalers from a `state_dict`, also one that apex wrote; all or nothing.
+
+    A static scale stays what `initialize` was told. Raises AmpValueError for unknown keys, and warns
+    if the number of scalers differs: those that both have are loaded.
+    """
+    scalers = loss_scalers(of_last_call=of_last_call)
+    if not isinstance(state_dict, Mapping):
+        raise AmpTypeError(
+            f"state_dict is a {type(state_dict).__name__}: expected what amp.state_dict() returned"
+        )
+    for key, state in state_dict.items():
+        _validate_state(key, state)
+    for index, scaler in enumerate(scalers):
+        if f"loss_scaler{index}" in state_dict:
+            scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
+    if scalers and len(state_dict) != len(scalers):  # none: enabled=False
+        warn(  # which may raise
+            f"the checkpoint holds {len(state_dict)} loss scalers, this session has {len(scalers)}: those "
+            f"that both have are loaded"
+        )
+
+
+def _validate_state(key: object, state: object) -> None:
+    if not (isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key)):
+        raise AmpValueError(
+            f"state_dict has an unknown key {key!r}: expected 'loss_scaler0' and so on; nothing is loaded"
+        )
+    expected = {"loss_scale", "unskipped"}
+    if not isinstance(state, Mapping) or set(state) != expected:
+        held = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise AmpValueError(f"state_dict[{key!r}] has {held}: expected {sorted(expected)}; nothing is loaded")
+    validate_scale(f"nothing is loaded, state_dict[{key!r}]['loss_scale']", state["loss_scale"])
+    unskipped = state["unskipped"]
+    if not is_number(unskipped) or not 0 <= unskipped < 2**31:
+        raise AmpValueError(
+            f"nothing is loaded, state_dict[{key!r}]['unskipped'] {unskipped!r}: expected 0 to 2**31"
+        )
+
+
+def master_pairs(optimizer: object) -> Iterator[tuple[Tensor, Tensor]]:
+    """Iterates over the half parameters of a model and their float32 masters, in pairs (O2 and O5).
+
+    A write into either shows in the other after the next step or forward. There are no
+    pairs at other levels. Raises AmpError for an optimizer that `initialize` did not return.
+    """
+    if not SESSION.is_passive((optimizer,)):
+        for weight in SESSION.find(optimizer).masters:
+            if weight.master is not None:
+                yield weight.half, weight.master
+
+
+def backward_outcomes(optimizer: object) -> tuple[BackwardOutcome, ...]:
+    """Returns what the backward passes that led to the optimizer's last step did, for dynamic scales.
+
+    A `BackwardOutcome` knows whether its pass overflowed and the scale before and after: `poll` returns
+    them once the device has delivered them, without a host sync. Static scales have no outcomes.
+    """
+    return () if SESSION.is_passive((optimizer,)) else tuple(SESSION.find(optimizer).last_outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class CastCounts:
+    """Casts of patched functions' arguments since the session opened: `made`, and `reused` ones of weights.
+
+    `cached_bytes` are those of the casts of weights that are kept now.
+    """
+
+    made: int
+    reused: int
+    cached_bytes: int
+
+
+def cast_counts() -> CastCounts:
+    """Returns how many casts patched functions used since the session opened, and the bytes of kept ones.
+
+    Counted only if an `Observer` with `counts_casts` watched when it opened, and outside compiled code;
+    the bytes are always known.
+    """
+    counter = SESSION.torch_patch.counter
+    made, reused = (counter.made, counter.reused) if counter else (0, 0)
+    return CastCounts(made, reused, SESSION.casts.nbytes)
+
+
+def half_function(function: Function) -> Function:
+    """Decorates a function to run in the half type of the level, while O1 or O4 is on."""
+    return decorate(function, Cast.LOWER)
+
+
+def bfloat16_function(function: Function) -> Function:
+    """Decorates a function to run in bfloat16, while O1 or O4 is on."""
+    return decorate(function, Cast.LOWER, torch.bfloat16)
+
+
+def float_function(function: Function) -> Function:
+    """Decorates a function to run in float32, while O1 or O4 is on."""
+    return decorate(function, Cast.FP32)
+
+
+def promote_function(function: Function) -> Function:
+    """Decorates a function to run in the widest type of its arguments, while O1 or O4 is on."""
+    return decorate(function, Cast.PROMOTE)
+
+
+def register_half_function(module: object, name: str) -> None:
+    """Makes `module.name` run in the half type of the level at O1 and O4; before or after `initialize`.
+
+    Raises AmpValueError, a ValueError, if the module has no such function.
+    """
+    _register(module, name, Cast.LOWER)
+
+
+def register_bfloat16_function(module: object, name: str) -> None:
+    """Makes `module.name` run in bfloat16 at O1 and O4; as `register_half_function` otherwise."""
+    _register(module, name, Cast.LOWER, torch.bfloat16)
+
+
+def register_float_function(module: object, name: str) -> None:
+    """Makes `module.name` run in float32 at O1 and O4; as `register_half_function` otherwise."""
+    _register(module, name, Cast.FP32)
+
+
+def register_promote_function(module: object, name: str) -> None:
+    """Makes `module.name` run in the widest type of its arguments; as `register_half_function` otherwise."""
+    _register(module, name, Cast.PROMOTE)
+
+
+@overload
+def explain(op: str) -> Explanation: ...
+@overload
+def explain(op: Module, float8_recipe: str = ...) -> LayersExplained: ...
+def explain(op: str | Module, float8_recipe: str = "tensorwise") -> Explanation | LayersExplained:
+    """Says what happens to an op at each level, under each of its names, and why.
+
+    Of a model it says which linear layers compute in float8, or would at O6, and why others do not.
+
+    `print(amp.explain("softmax"))` prints what `ampatch lists softmax` does; here, functions that the
+    script registered are known as well. `op` may include its module, as in "torch.nn.functional.softmax",
+    "F.softmax" or "my_ops.fused_gelu", and may be an operator, such as "@".
+
+    Raises AmpValueError for what is not an op, and suggests close names.
+    """
+    if isinstance(op, Module):
+        return explain_layers(op, float8_recipe, SESSION.members.float8)
+    with SESSION.casts.thread.disabled():
+        return Catalog(registered=map(_name, SESSION.torch_patch.registrations)).explain(op)
+
+
+def _name(registration: Registration) -> Name:
+    path = ".".join(filter(None, qualify(registration.parent, registration.attribute)))
+    reason = "registered by the script"
+    return Name(path, registration.cast, reason, dtype=registration.dtype)
+
+
+def _register(module: object, name: str, cast: Cast, dtype: torch.dtype | None = None) -> None:
+    validate_place(module, name)
+    SESSION.torch_patch.register(Registration(module, name, cast, dtype))

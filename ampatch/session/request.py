@@ -21,14 +21,12 @@ from ampatch.errors import AmpError, AmpTypeError, AmpValueError
 from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.levels.private import steps_in_backward
-from ampatch.models.kept import Keep
+from ampatch.models.float32_parts import Keep
 from ampatch.models.rounding import Effect
-from ampatch.session.backwards import PlainBackward
-from ampatch.steps.block import ScaledLoss
-from ampatch.steps.call import Call
+from ampatch.steps.block import PlainBackward, ScaledLoss
 from ampatch.steps.events import Listener
 from ampatch.steps.foreign_step import find_hooked
-from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.steps.optimizer import AmpOptimizer, Call
 from ampatch.steps.scaler import LossScaler
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -11,31 +12,36 @@ import torch
 
 from ampatch.casts.cast import CASTS
 from ampatch.errors import AmpValueError, NotInitializedError
-from ampatch.levels.loss_scale import StaticLossScale
-from ampatch.levels.ranks import say
+from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale
+from ampatch.levels.policy import Policy
+from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
+from ampatch.levels.ranks import find_rank, say
 from ampatch.models.cast_tensor import Shared, list_parts
-from ampatch.models.kept import select_named
-from ampatch.models.memory import keep_freed_memory
-from ampatch.models.model import ModelCaster
-from ampatch.models.validation import validate_models
-from ampatch.patching.captures import Captures
+from ampatch.models.float8 import describe
+from ampatch.models.float32_parts import select_named
+from ampatch.models.model import ModelCaster, validate_models
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
-from ampatch.patching.scripting import ScriptModels
-from ampatch.patching.torch_features import TorchFeatures
+from ampatch.patching.torch_features import Captures, ScriptModels, TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
-from ampatch.session.announce import Announcer, LogFilter, warn_of_torch
 from ampatch.session.attachments import Attachments
-from ampatch.session.backwards import MasterBackwards, ScaledBackwards
 from ampatch.session.distributed import DistributedPatch
-from ampatch.session.members import Members
-from ampatch.session.request import Opening, Request, device_types, make_scalers, validate_optimizers
+from ampatch.session.members import MasterBackwards, Members, ScaledBackwards
+from ampatch.session.request import (
+    Opening,
+    Request,
+    SessionListener,
+    device_types,
+    make_scalers,
+    validate_optimizers,
+)
 from ampatch.steps.block import ScaledLoss
-from ampatch.steps.call import Call
-from ampatch.steps.events import Surroundings, Tells
-from ampatch.steps.masters.params import fit_states
-from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.scaler import LossScaler
+from ampatch.steps.events import Changes, Surroundings, Tells
+from ampatch.steps.masters import fit_states
+from ampatch.steps.optimizer import AmpOptimizer, Call
+from ampatch.steps.scaler import BackwardOutcome, LossScaler
+
+logger = logging.getLogger("ampatch")
 
 
 class Session(Surroundings):
@@ -55,7 +61,8 @@ class Session(Surroundings):
         self._features = TorchFeatures()
         self._captures = Captures()
         self._distributed = DistributedPatch(self.members)
-        self._master_backwards = MasterBackwards(self.members, self.data_watch.watched)
+        self.changes = Changes()
+        self._master_backwards = MasterBackwards(self.members, self.data_watch.watched, self.changes)
         self.scaled_backwards = ScaledBackwards(self.members, self)
         # A block asks these two, each time: nothing stands between.
         self.capture, self.end_block = self._captures.current, self.casts.end_iteration
@@ -270,6 +277,124 @@ class Session(Surroundings):
         for tell in reversed(self.events.session_closes):
             stack.callback(tell, None)
         stack.close()
+
+
+class LogFilter(logging.Filter):
+    """Lets errors, and what was asked for, pass at verbosity 0; begins lines with the rank, of several."""
+
+    is_silent = False
+
+    def open(self, is_silent: bool, undo: ExitStack) -> None:
+        """Filters the log from now on; `undo` receives the way back."""
+        if self.is_silent is not is_silent:
+            undo.callback(setattr, self, "is_silent", self.is_silent)
+            self.is_silent = is_silent
+        if self not in logger.filters:
+            logger.addFilter(self)
+            undo.callback(logger.removeFilter, self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Says whether a record passes, and changes it."""
+        if self.is_silent and record.levelno < logging.ERROR and not hasattr(record, "is_asked"):
+            return False
+        rank = find_rank()
+        if rank is not None:
+            record.msg = f"rank {rank}: {record.msg}"
+        return True
+
+
+def warn_of_torch() -> None:
+    """Logs what a torch that ampatch was not tested on, or that lacks a private name, may change."""
+    if not is_tested():
+        logger.warning(
+            "torch %s: ampatch was tested on torch %s to %s; what it casts may differ: compare with O0, and "
+            "check the functions that matter to you with ampatch.testing",
+            torch.__version__,
+            OLDEST,
+            NEWEST,
+        )
+    for line in explain_missing(EAGER):
+        logger.warning("torch %s has %s", torch.__version__, line)
+
+
+def format_banner(policy: Policy) -> str:
+    """What a call does, in a line, with the options that override the level's defaults."""
+    overridden, options = policy.overridden(), policy.options()
+    words = [f"Selected optimization level {policy.opt_level}: {policy.summary}"]
+    if isinstance(policy.loss_scale, DynamicLossScale) and "loss_scale" not in overridden:
+        words.append("dynamic loss scale")
+    words += [f"{name}={options[name]} (not {default})" for name, default in overridden.items()]
+    return f"{', '.join(words)}; amp.explain(model) says more"
+
+
+def format_overflow(loss_id: int, before: float, after: float) -> str:
+    """The line for one skipped step."""
+    scale = f"reducing loss scale to {after}" if after < before else f"keeping loss scale at {after}"
+    return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"
+
+
+class Announcer(SessionListener):
+    """Announces the calls and the overflows of a session; `first_loss` finds the first of a loss's call."""
+
+    def __init__(self, first_loss: Callable[[int], int]) -> None:
+        self._first_loss = first_loss
+        self.session_closed(None)
+
+    def session_closed(self, _: None) -> None:
+        """Lets everything be said again."""
+        self._unannounced: list[Sequence[BackwardOutcome]] = []  # of each step what led to it
+        self._said_slow = False
+
+    def call_is_set_up(self, opening: Opening) -> None:
+        """Says what a call does, and once that float16 is slow on a CPU."""
+        policy, verbosity = opening.request.policy, opening.request.verbosity
+        if verbosity >= 1:
+            say(format_banner(policy))
+            if policy.float8_recipe is not None:
+                say(describe(opening.request.models))
+        is_slow = policy.half is torch.float16 and verbosity and "cpu" in device_types(opening.request)
+        if is_slow and not self._said_slow:
+            self._said_slow = True
+            logger.warning(
+                "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
+                policy.opt_level,
+            )
+
+    def step_ended(self, amp: AmpOptimizer) -> None:
+        """Says a line if a step was skipped, this one or an earlier one, once the device has told of it.
+
+        As in apex one line for each step of an optimizer, by the first of its blocks that overflowed. A
+        loss has the number that scripts know it by: that within its call.
+        """
+        if amp.call.verbosity < 1:
+            return
+        if amp.last_outcomes:
+            self._unannounced.append(amp.last_outcomes)
+        waiting = []
+        for outcomes in self._unannounced:
+            if None in [outcome.poll() for outcome in outcomes]:
+                waiting.append(outcomes)
+                continue
+            first = next((outcome.loss_id for outcome in outcomes if outcome.read()[0]), None)
+            if first is not None:
+                of_it = [outcome.read() for outcome in outcomes if outcome.loss_id == first]
+                say(format_overflow(first - self._first_loss(first), of_it[0][1], of_it[-1][2]))
+        self._unannounced = waiting
+
+
+# Bytes, with room for what the allocator adds: above 32 MiB glibc no longer adapts.
+LARGEST = (32 << 20) - (16 << 10)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep up to 64 MiB of freed memory, so that the next step need not ask the system for it.
+
+    By default it returns large blocks as soon as they are free, and each step waits for page faults,
+    thousands of them where gradients are large. Its thresholds follow the largest block freed so far, up to
+    32 MiB (mallopt(3), M_MMAP_THRESHOLD). So one such block is made and freed here; it is never touched, and
+    takes about 10 us. Thresholds that the user has set, and other allocators, stay as they are.
+    """
+    torch.empty(LARGEST, dtype=torch.uint8, device="cpu")
 
 
 # The one session of this process: torch's namespace is one, so what changes it is one as well.

@@ -16,10 +16,8 @@ from ampatch.levels.private import graph_task
 from ampatch.levels.ranks import has_ranks
 from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.events import Surroundings
-from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.phase import Phase
-from ampatch.steps.scaler import LossScaler, Scale
+from ampatch.steps.optimizer import AmpOptimizer, Phase
+from ampatch.steps.scaler import BackwardOutcome, LossScaler, Scale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -278,3 +276,12 @@ class LateLoss(ScaledLoss):
 
     def _finish(self, *_: object, **__: object) -> BackwardOutcome | None:
         """Leaves the scale to the steps of those that it does not name."""
+
+
+@dataclass(slots=True, eq=False)
+class PlainBackward:
+    """A backward whose gradients are not scaled, and the blocks of its thread that are open."""
+
+    is_whole: bool  # whether it begins at tensors, and no gradients are given, which may be scaled
+    blocks: Sequence[ScaledLoss]
+    notes: list = field(default_factory=list)  # of who hears of it

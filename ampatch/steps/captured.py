@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
 from ampatch.levels.undo import weakly
-from ampatch.steps.masters.params import MasterParams
-from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.scaler import LossScaler, Scale
+from ampatch.steps.masters import MasterParams
+from ampatch.steps.scaler import BackwardOutcome, LossScaler, Scale
 
 
 class Capturable(Protocol):

@@ -96,8 +96,16 @@ class Events:
             setattr(self, name, tuple(getattr(one, name) for one in hearing))
 
 
+class Changes:
+    """Counts what may leave a half weight with a gradient of its own: backward passes and assignments."""
+
+    count = 0
+
+
 class Surroundings:
     """What blocks and steps ask of the session around them; a copied optimizer is in none, and has these."""
+
+    changes: Changes | None = None  # None where nobody sees them
 
     def __init__(self) -> None:
         self.events = Events()

@@ -2,36 +2,159 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+import logging
 import sys
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
+from ampatch.levels.policy import Policy
 from ampatch.levels.ranks import has_ranks
 from ampatch.levels.stack import is_running, wrap_closure
 from ampatch.levels.undo import refer
-from ampatch.steps.call import Call
 from ampatch.steps.captured import CapturedBlock, CapturedGrads, capture_step, enter_capture
 from ampatch.steps.events import Surroundings
-from ampatch.steps.grads.local import LocalGrads, scale_again
-from ampatch.steps.grads.plain import EarlierGrads, find_grads
-from ampatch.steps.masters.grads import MasterGrads
-from ampatch.steps.masters.params import MasterParams
-from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.phase import OpenBlock, Phase
-from ampatch.steps.ranks import Agreement
-from ampatch.steps.scaler import Scale
-from ampatch.steps.step import SkipStep, drop_after_overflow, list_params
+from ampatch.steps.gradients import EarlierGrads, LocalGrads, MasterGrads, find_grads, scale_again
+from ampatch.steps.masters import MasterParams
+from ampatch.steps.scaler import Agreement, BackwardOutcome, LossScaler, Scale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class Phase(enum.Enum):
+    """By what the gradients of an optimizer are multiplied, and who takes that off again.
+
+    | phase    | a block begins    | ends     | delays  | names others | plain backward | is read | a step   |
+    |----------|-------------------|----------|---------|--------------|----------------|---------|----------|
+    | UNSCALED | sets aside        | UNSCALED | DELAYED | UNSCALED     | adds           | true    | uses     |
+    | DELAYED  | UNSCALED, or adds | UNSCALED | DELAYED | DELAYED      | UNSCALED, adds | scaled  | UNSCALED |
+    | LOCAL    | LOCAL             | UNSCALED | LOCAL   | LOCAL        | READ, adds     | READ    | UNSCALED |
+    | READ     | LOCAL             |          |         | LOCAL        | adds, UNSCALED | true    | UNSCALED |
+
+    A phase in a cell is the one that follows; what was scaled is unscaled on the way to UNSCALED. A block
+    at the scale that is held adds to what is there. Another one settles what is DELAYED, or, where it does
+    not name the optimizer, brings its own to the scale that is held; LOCAL ones it brings to its scale. A
+    plain backward whose gradients ranks average settles what is READ.
+    """
+
+    UNSCALED = enum.auto()
+    """True gradients, or none."""
+    DELAYED = enum.auto()
+    """Scaled until a later block, or the step, unscales them (`delay_unscale`)."""
+    LOCAL = enum.auto()
+    """Scaled, and not averaged over ranks yet: the backward that averages them adds to them in place."""
+    READ = enum.auto()
+    """LOCAL ones, unscaled for who reads them: the next block scales them again, and goes on."""
+
+
+class OpenBlock(Protocol):
+    """What an optimizer knows of a block of `scale_loss` that is open, beside its own phase."""
+
+    def end_early(self, *, by_step: bool = True) -> None:
+        """Ends it at a step inside it, or at `uninitialize`."""
+
+    def release(self, optimizer: object = None) -> bool:
+        """Lets optimizers go that it does not name; returns whether this was one of them."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """What is left of one call of `initialize`; each optimizer belongs to the call that took it.
+
+    The scalers stay, whatever becomes of models and optimizers: `state_dict` numbers them on.
+    """
+
+    policy: Policy
+    verbosity: int
+    scalers: Sequence[LossScaler]
+    undo: ExitStack = field(default_factory=ExitStack)  # what was done to the models and the optimizers
+    members: list[weakref.ref] = field(default_factory=list)  # these, to see whether any is left
+
+    def forget_dropped(self) -> None:
+        """Forgets the undo once there is nothing left that it would undo."""
+        if all(reference() is None for reference in self.members):
+            self.undo.pop_all()
+            self.members.clear()
+
+    def close(self) -> None:
+        """Undoes it on what is alive, which stays so until the end: some of it lives on our own hooks."""
+        with self.undo:  # even if Ctrl-C ends what follows
+            alive = [reference() for reference in self.members]
+        alive.clear()
+
+
+class SkipStep:
+    """Skips steps of one optimizer.
+
+    One that takes `found_inf` (a fused one) skips on the device without a host sync; for others the
+    step costs one, and is skipped by hiding the gradients from it. So is the first step of a parameter
+    in a fused optimizer, which would make its state from nothing (SGD's from uninitialized memory).
+    """
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._put: tuple[Tensor, Tensor | None] | None = None  # our found_inf, and that of a GradScaler
+        self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Forgets what a step that raised may have left."""
+        if self._hidden:
+            self._hidden = []
+        if self._put is not None:
+            self._take_away(optimizer)
+
+    def skip_after_overflow(self, optimizer: Optimizer, outcomes: list[BackwardOutcome]) -> None:
+        """Has the step that begins change nothing if any outcome is an overflow."""
+        new: list[Tensor] = []  # which the optimizer is about to step for the first time
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            stepped, state = self._stepped, optimizer.state
+            new = [
+                param
+                for param in list_params(optimizer)
+                if id(param) not in stepped and param not in state and param.grad is not None
+            ]
+            if not new:
+                return self._put_found_inf(optimizer, BackwardOutcome.combine(outcomes))
+        if BackwardOutcome.read_all(outcomes):
+            for param in list_params(optimizer):
+                if param.grad is not None:
+                    self._hidden.append((param, param.grad))
+                    param.grad = None
+        else:
+            self._stepped.update(map(id, new))
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Puts hidden gradients back."""
+        if self._put is not None:
+            self._take_away(optimizer)
+        if self._hidden:
+            for param, grad in self._hidden:
+                param.grad = grad
+            self._hidden = []
+
+    def _put_found_inf(self, optimizer: Optimizer, found_inf: Tensor) -> None:
+        theirs = vars(optimizer).get("found_inf")
+        both = found_inf if theirs is None else torch.maximum(found_inf, theirs.to(found_inf.device))
+        self._put = both, theirs
+        optimizer.found_inf = both  # type: ignore[attr-defined]
+
+    def _take_away(self, optimizer: Optimizer) -> None:
+        put, self._put = self._put, None
+        if put is not None and vars(optimizer).get("found_inf") is put[0]:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+            if put[1] is not None:
+                optimizer.found_inf = put[1]  # type: ignore[attr-defined]
 
 
 class AmpOptimizer:
@@ -52,7 +175,7 @@ class AmpOptimizer:
         self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
         self._lock = masters.lock
-        self.grads = MasterGrads(masters.pairs)
+        self.grads = MasterGrads(masters.pairs, around.changes)
         self.around, self._events = around, around.events
         self.phase = Phase.UNSCALED
         self.scale: Scale | None = None  # by which gradients are multiplied that are DELAYED, LOCAL or READ
@@ -144,7 +267,7 @@ class AmpOptimizer:
         if self.phase is Phase.READ:  # a plain one, which may average them
             scale_again((), self.masters, Scale(self.scale.scaler, 1.0))
         elif self.phase is not Phase.LOCAL:
-            self.grads.share(keeps_graphs=True)
+            self.grads.share_changed(keeps_graphs=True)
             if self.block is None and has_ranks() and not self.earlier.pairs:
                 self.set_aside()
 
@@ -184,7 +307,7 @@ class AmpOptimizer:
         """
         if self.masters.pairs:
             self.masters.install_again()
-            self.grads.share(adds=self.phase is Phase.LOCAL)
+            self.grads.share_changed(adds=self.phase is Phase.LOCAL)
         if self.phase is not Phase.UNSCALED:
             self.phase, self.scale = Phase.UNSCALED, None
             self.restore_grads()  # scaled as well
@@ -397,3 +520,24 @@ class AmpOptimizer:
         self.grads.share()
         drop_after_overflow(self.optimizer, [*self.params(), *self.masters.model_params()], self.pending)
         self.masters.take_edits()
+
+
+logger = logging.getLogger("ampatch")
+
+
+def drop_after_overflow(
+    optimizer: Optimizer, params: Sequence[Tensor], outcomes: Sequence[BackwardOutcome]
+) -> None:
+    """Drops the gradients of a step that would be skipped, where nobody is left to skip it."""
+    if BackwardOutcome.read_all(outcome for outcome in outcomes if outcome.capture is None):
+        for param in params:
+            param.grad = None
+        logger.warning(
+            "uninitialize: gradients of %s had overflowed, and were dropped: the step that they were made "
+            "for would have been skipped",
+            type(optimizer).__name__,
+        )
+
+
+def list_params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

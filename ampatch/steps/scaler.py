@@ -1,18 +1,23 @@
-"""The loss scaler: scale, unscale, found_inf and update, all on the device."""
+"""The loss scaler: scale, unscale, found_inf and update, all on the device, and agreed on by ranks."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
+from ampatch.errors import AmpError
 from ampatch.levels.loss_scale import DynamicLossScale, LossScale, parse_loss_scale, validate_scale
 from ampatch.levels.private import check_and_unscale_, group_by_kind, update_scale_
-from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.ranks import Agreement, agree_, find_values
+from ampatch.levels.ranks import has_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -299,3 +304,179 @@ class LossScaler:
         # apex counted on at static scales; torch grows a scale at exactly the interval, and past it never.
         self._growth_tracker.fill_(min(int(state["unskipped"]), self.config.growth_interval - 1))
         self._hysteresis_tracker.fill_(self.config.hysteresis)
+
+
+class BackwardOutcome:
+    """What one backward pass did: whether it overflowed, the scale before and after, and the loss.
+
+    Lives on the device as four numbers. `read` costs one host sync, once;
+    `poll` costs none, and knows the answer once the device has delivered it.
+    """
+
+    def __init__(
+        self, loss_id: int, numbers: Tensor, capture: object = None, *, knows_loss: bool = True
+    ) -> None:
+        self.loss_id = loss_id
+        self.numbers = numbers  # found_inf, the scale before and after, the loss
+        self.capture = capture  # the capture of a CUDA graph that it is part of
+        self._knows_loss = knows_loss
+        self._host: Tensor | None = None
+        self._delivered: torch.cuda.Event | None = None
+        self._values: tuple[bool, float, float] | None = None
+        self._loss = 0.0
+        self.is_noted = False  # whether it is in the history of its loss
+
+    def copy(self) -> BackwardOutcome:
+        """Returns what the numbers are now: the replay of a CUDA graph writes others into their memory."""
+        return BackwardOutcome(self.loss_id, self.numbers.clone(), knows_loss=self._knows_loss)
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1 after an overflow, else 0, on the device."""
+        return self.numbers[0]
+
+    @property
+    def is_loss_finite(self) -> bool | None:
+        """Whether the loss itself was neither inf nor NaN, None if unchecked; may wait for the device."""
+        self.read()
+        return math.isfinite(self._loss) if self._knows_loss else None
+
+    def is_known(self) -> bool:
+        """Whether the host knows the numbers; of those on a GPU this asks for them, and does not wait."""
+        return self._values is not None or (self.numbers.is_cuda and self.poll() is not None)
+
+    def is_clean(self) -> bool:
+        """Whether the host knows that there was no overflow, and no bad loss; never waits."""
+        values = self._values
+        if values is None:
+            return self.is_known() and self.is_clean()
+        return not values[0] and (not self._knows_loss or math.isfinite(self._loss))
+
+    def forgive(self) -> None:
+        """Counts as clean from now on: somebody else looks after the overflow."""
+        self.found_inf.zero_()
+        self._set(self.numbers.tolist())
+
+    def read(self) -> tuple[bool, float, float]:
+        """Returns (overflowed, scale before, after), waiting for the device if needed."""
+        if self._values is None:
+            self.read_all([self])
+        return self._values
+
+    def _set(self, numbers: list[float]) -> None:
+        found_inf, before, after, self._loss = numbers
+        self._values = (found_inf > 0, before, after)
+
+    @staticmethod
+    def read_all(outcomes: Iterable[BackwardOutcome]) -> bool:
+        """Says whether any pass overflowed; one host sync for all of them together."""
+        outcomes, unread = list(outcomes), []
+        for outcome in outcomes:
+            if outcome._values is None:
+                unread.append(outcome)
+        if unread:
+            _fetch(unread)
+        overflow = False
+        for outcome in outcomes:  # no generator: this runs at each step
+            overflow |= outcome._values[0]
+        return overflow
+
+    @staticmethod
+    def combine(outcomes: Iterable[BackwardOutcome]) -> Tensor:
+        """Returns 1 if any pass overflowed, else 0, on the device of the first."""
+        # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
+        first, *others = [outcome.found_inf for outcome in outcomes]
+        return functools.reduce(torch.maximum, [found.to(first.device) for found in others], first)
+
+    def poll(self) -> tuple[bool, float, float] | None:
+        """Returns what `read` does if it has reached the host, else None; never waits."""
+        if self._values is not None or not self.numbers.is_cuda:
+            return self.read()
+        if self._delivered is None:
+            # A default device of the script's must not decide, nor the device that is the current one.
+            self._host = torch.empty(4, device="cpu", pin_memory=True)
+            self._host.copy_(self.numbers, non_blocking=True)
+            self._delivered = torch.cuda.Event()
+            self._delivered.record(torch.cuda.current_stream(self.numbers.device))
+        if not self._delivered.query():
+            return None
+        self._set(self._host.tolist())
+        return self._values
+
+
+def _fetch(unread: Sequence[BackwardOutcome]) -> None:
+    """Brings numbers to the host; one host sync for all of them together."""
+    device, numbers = unread[0].numbers.device, []
+    for outcome in unread:
+        if outcome.capture is not None:
+            raise AmpError(
+                "whether a gradient overflowed cannot be read while a CUDA graph is captured: step with an "
+                "optimizer that skips on the device (fused=True) and has stepped before, capture forward and "
+                "backward alone and step outside of the graph, or use a static loss scale"
+            )
+        numbers.append(outcome.numbers.to(device))
+    for outcome, row in zip(unread, torch.stack(numbers).tolist(), strict=True):
+        outcome._set(row)
+
+
+@dataclass(slots=True, eq=False)
+class Agreement:
+    """Knows the process groups whose ranks must agree on found_inf, because they share parameters.
+
+    Those are the groups of every dimension of every mesh that parameters are on, sharded or replicated:
+    what is on one rank alone may overflow there alone. Not the gradients' meshes: a rank may lack some.
+    Parameters without a mesh need no agreement where DistributedDataParallel has averaged their gradients.
+    `group` is one that the script has named.
+    """
+
+    group: dist.ProcessGroup | None = None
+    _meshes: list[object] = field(default_factory=list)
+    _groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def list_groups(self, params: Iterable[Tensor]) -> list[dist.ProcessGroup]:
+        """Returns the groups for these parameters, each of several ranks, in one order on all of them."""
+        if not has_ranks():
+            return []
+        meshes = list_meshes(params)
+        if meshes != self._meshes or not self._groups:
+            self._meshes, self._groups = meshes, _select_groups(meshes, self.group)
+        return self._groups
+
+
+def list_meshes(tensors: Iterable[Tensor]) -> list[dist.DeviceMesh]:
+    """Returns the device meshes that tensors are on, each once; a plain tensor is on none."""
+    others = [tensor for tensor in tensors if type(tensor) is not Parameter]  # to ask those takes longest
+    found = [getattr(tensor, "device_mesh", None) for tensor in others]
+    return list({id(mesh): mesh for mesh in found if mesh is not None}.values())
+
+
+def _select_groups(
+    meshes: Iterable[dist.DeviceMesh], given: dist.ProcessGroup | None
+) -> list[dist.ProcessGroup]:
+    own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]  # those that this rank is in
+    groups = [mesh.get_group(dim) for mesh in own for dim in range(mesh.ndim)]
+    groups += [] if given is None else [given]
+    by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group in groups:  # dimension by dimension on every rank, or a found_inf does not reach all of a mesh
+        by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return [group for ranks, group in by_ranks.items() if len(ranks) > 1]
+
+
+@torch.no_grad()
+def agree_(found_inf: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Sets `found_inf` (0-dim, float32) to 1 if it is 1 on any rank; one collective a group, no host sync."""
+    for group in groups:
+        is_elsewhere = found_inf.is_cpu and dist.get_backend(group) == "nccl"  # of parameters on the CPU
+        here = found_inf.cuda() if is_elsewhere else found_inf
+        dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
+        if is_elsewhere:
+            found_inf.copy_(here)
+
+
+def find_values(grad: Tensor) -> Tensor:
+    """Returns what holds the values of a gradient on this rank; who writes there writes the gradient."""
+    if type(grad) is Tensor or not hasattr(grad, "to_local"):
+        return grad._values() if grad.is_sparse else grad
+    with torch.no_grad():
+        local = grad.to_local()  # of a DTensor
+    return local.wait() if hasattr(local, "wait") else local  # for a collective that still runs

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 
 from ampatch import AmpError, AmpValueError, explain
-from ampatch.casts.catalog import SHORT
-from ampatch.casts.explanation import COLUMNS, Explanation, align
+from ampatch.casts.catalog import COLUMNS, SHORT, Explanation, align
 from ampatch.lists import MODULES_ON_CPU, TABLES
 from ampatch.table import Cast, CastTable, Row
 

@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.levels.policy import Policy
+from ampatch.levels.stack import Line, find_line, warn
 from ampatch.session.request import Opening, SessionListener
 from ampatch.session.session import SESSION
 from ampatch.steps.block import ScaledLoss
@@ -86,24 +87,20 @@ class Observers(SessionListener):
             observer.on_objects(request.models, request.optimizers)
 
     def block_begins(self, block: ScaledLoss) -> None:
-        """Tells of the loss."""
         with torch._C.DisableTorchFunction():  # a mode of theirs takes it for a part of the loss
             loss = block.loss.detach()
         for observer in self.all:
             observer.on_loss(loss, block.scaler.loss_id)
 
     def block_ended(self, block: ScaledLoss) -> None:
-        """Tells of the backward."""
         for observer in self.all:
             observer.on_backward(block.scaler.loss_id)
 
     def step_begins(self, amp: AmpOptimizer) -> None:
-        """Tells of the step before it."""
         for observer in self.all:
             observer.on_step_begin(amp.optimizer)
 
     def step_ended(self, amp: AmpOptimizer) -> None:
-        """Tells of the step after it."""
         for observer in self.all:
             observer.on_step(amp.optimizer)
 
@@ -142,3 +139,27 @@ def observe(observer: Observer) -> Iterator[None]:
 def observers() -> tuple[Observer, ...]:
     """Returns the observers that are told what happens, in the order in which they began."""
     return OBSERVERS.all
+
+
+class Warner:
+    """Says each kind of thing once: in the log, and as a warning that points at a line."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def forget(self) -> None:
+        """Lets everything be said again."""
+        self._said.clear()
+
+    def has_said(self, kind: str) -> bool:
+        """Whether a kind of misuse was warned of."""
+        return kind in self._said
+
+    def warn(self, kind: str, text: str, line: Line | None = None) -> None:
+        """Warns of a kind of misuse; `line` is the one to change, by default the one that runs."""
+        if kind not in self._said:
+            self._said.add(kind)
+            line = line or find_line()
+            for observer in observers():
+                observer.on_misuse(kind, line)
+            warn(text, line)

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from ampatch.apex.fp16_utils.fp16util import to_python_float
 from ampatch.levels.loss_scale import LARGEST_SCALE
-from ampatch.steps.ranks import Agreement, agree_, find_values
+from ampatch.steps.scaler import Agreement, agree_, find_values
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 

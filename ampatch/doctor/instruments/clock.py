@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -17,20 +19,23 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ampatch as amp
-from ampatch.doctor.instruments.places import Models, Standing
+from ampatch.doctor.instruments.places import Models, Standing, frames
 from ampatch.doctor.instruments.values import quiet, tensors_in
 from ampatch.levels.stack import wrap_closure
 from ampatch.patching.patcher import Patcher
 
+BACKWARD_OPTIONS = ("tensors", "grad_tensors", "retain_graph", "create_graph")  # by place
 MOST_MICRO_STEPS = 4  # that are looked at closely in each attempt: one of hundreds is like another
 
 
 class Instrument:
     """Is told of the parts of a run. An attempt is a step of an optimizer, made or skipped by a scaler.
 
-    What it computes is neither cast, nor recorded, nor seen by others, but for what it computes of modules
-    that run: torch.compile looks into that.
+    What it computes is neither cast, nor recorded, nor seen by others, unless it is not `is_quiet`, and but
+    for what it computes of modules that run: torch.compile looks into that.
     """
+
+    is_quiet = True
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -94,6 +99,11 @@ def _chain(standing: Callable[..., object], wrappers: list[Callable[..., object]
         standing.patcher.retry()
 
 
+def unscaled() -> float:
+    """Returns the scale of a loss that nobody scales."""
+    return 1.0
+
+
 class ScalerInUse(amp.Observer):
     """Knows the scaler of ours that scaled the latest loss: a script may have several, and use one."""
 
@@ -123,9 +133,12 @@ class Clock(ScalerInUse):
         self.repeats = False  # what has run before, in a backward pass
         self.within: object = None  # the node of a function of the script's whose own backward runs
         self.autocasts: set[str] = set()  # devices for which torch.autocast has been on
-        self.scale = 1.0  # of the latest loss, in the present attempt
+        self.get_scale = unscaled  # of the latest loss, in the present attempt; may wait for the device
+        self.backward_options: dict[str, object] = {}  # of the latest backward pass, by their names
         self.micro_step = 0  # how many backward passes there were in this attempt
-        self._steps = 0  # that run, one inside another
+        self.has_closure = False  # whether the step that runs makes the gradients itself
+        self.is_made = False  # whether the optimizer was stepped in this attempt, and not only its scaler
+        self._step: FrameType | None = None  # that runs
 
     @property
     def phase(self) -> str:
@@ -149,7 +162,7 @@ class Clock(ScalerInUse):
         """Tells a listener of the events that it has methods for."""
         for name, method in vars(Instrument).items():
             if inspect.isfunction(method) and getattr(type(listener), name) is not method:
-                self._told[name].append(getattr(listener, name))
+                self._told[name if listener.is_quiet else f"{name} aloud"].append(getattr(listener, name))
 
     def _tell(self, name: str, *given: object) -> None:
         for tell in self._told[name]:
@@ -159,16 +172,20 @@ class Clock(ScalerInUse):
         if self._told[name]:
             with quiet():
                 self._tell(name, *given)
+        self._tell(f"{name} aloud", *given)
 
     def follow_run(self) -> None:
-        """Follows all of a run, until undone; replaces functions of torch: for a process of ours."""
+        """Follows all of a run, until undone."""
         self.follow_modules()
+        self.follow_steps()
+
+    def follow_steps(self, backward: tuple[object, str] = (torch.autograd, "backward")) -> None:
+        """Follows steps, and passes of a function that goes backward, until undone; replaces functions."""
         self.undo.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
-        after = register_optimizer_step_post_hook(lambda optimizer, *_: self._end(optimizer))
-        self.undo.callback(after.remove)
+        self.undo.callback(register_optimizer_step_post_hook(self._end_step).remove)
         self.wrap(GradScaler, "step", self._step_by_scaler)
         self.wrap(GradScaler, "scale", self._scale)
-        self.wrap(torch.autograd, "backward", self._go_backward)
+        self.wrap(*backward, self._go_backward)
         self.undo.enter_context(amp.observe(self))
 
     def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
@@ -200,20 +217,17 @@ class Clock(ScalerInUse):
     # ---- Backward passes ----
 
     def _scale(self, scale: Callable[..., object], scaler: GradScaler, *args, **kwargs) -> object:
-        self._note_scale(scaler)
+        self.get_scale = scaler.get_scale
         return scale(scaler, *args, **kwargs)
 
-    def _note_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
-        with quiet():
-            self.scale = scaler.get_scale()
-
     def _go_backward(self, backward: Callable[..., object], *args, **kwargs) -> None:
-        """Stands in for `torch.autograd.backward`; one inside another, as of a checkpoint, is part of it."""
+        """Stands in for such a function; a pass inside another, as of a checkpoint, is part of it."""
         if self.in_backward:
             return backward(*args, **kwargs)
         if self.scaler is not None:
-            self._note_scale(self.scaler)
-        with self.backward(tuple(tensors_in(args[:1] or kwargs.get("tensors")))):
+            self.get_scale = self.scaler.get_scale
+        self.backward_options = dict(zip(BACKWARD_OPTIONS, args, strict=False)) | kwargs
+        with self.backward(tuple(tensors_in(self.backward_options.pop("tensors")))):
             backward(*args, **kwargs)
 
     @contextmanager
@@ -259,27 +273,33 @@ class Clock(ScalerInUse):
 
     # ---- Steps ----
 
-    def _begin(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
+    def _begin(self, step: FrameType, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
         """Tells of the outermost step; classes that call `super().step()` run their hooks twice."""
-        self._steps += 1
-        if self._steps == 1:
-            self.part = "optimizer"
-            self._tell_quietly("begin_attempt", optimizer, scaler)
-
-    def _end(self, optimizer: Optimizer) -> None:
-        """Tells that it is over."""
-        self._steps -= 1
-        if self._steps:
+        if self._step is not None and any(it is self._step for it in frames()):
             return
+        self._step, self.is_made, self.part = step, False, "optimizer"
+        self._tell_quietly("begin_attempt", optimizer, scaler)
+
+    def _end(self, step: FrameType, optimizer: Optimizer) -> None:
+        """Tells that it is over."""
+        if self._step is not step:
+            return
+        self._step = None
         self._begin_part()
         try:
             self._tell_quietly("end_attempt", optimizer)
         finally:
-            self.attempt, self.micro_step, self.scale = self.attempt + 1, 0, 1.0
+            self.attempt, self.micro_step, self.get_scale = self.attempt + 1, 0, unscaled
 
     def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        self._begin(optimizer)
-        return wrap_closure(args, kwargs, functools.partial(self._run_closure, optimizer))
+        changed = wrap_closure(args, kwargs, functools.partial(self._run_closure, optimizer))
+        self.has_closure = changed is not None
+        self._begin(sys._getframe(1), optimizer)
+        self.is_made = True
+        return changed
+
+    def _end_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._end(sys._getframe(1), optimizer)
 
     def _run_closure(self, optimizer: Optimizer, closure: Callable[..., object], *args, **kwargs) -> object:
         self.part = "input"
@@ -293,8 +313,9 @@ class Clock(ScalerInUse):
         self, step: Callable[..., object], scaler: GradScaler, optimizer: Optimizer, *args, **kwargs
     ) -> object:
         """Stands in for `GradScaler.step`, which may step the optimizer inside."""
-        self._begin(optimizer, scaler)
+        self.has_closure = False
+        self._begin(sys._getframe(), optimizer, scaler)
         try:
             return step(scaler, optimizer, *args, **kwargs)
         finally:
-            self._end(optimizer)
+            self._end(sys._getframe(), optimizer)

@@ -301,6 +301,6 @@ class Trace(Rule):
             call.facts["alike"] = sorted({it.place.module for it in like if it.place})
         call.facts["function"] = hasattr(node, "saved_tensors")  # one of Python
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
-        more["is_of_scale"] = ops.is_cured_by_scale(node, taken, self.clock.scale)
+        more["is_of_scale"] = ops.is_cured_by_scale(node, taken, self.clock.get_scale())
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         self.origins.all[mark].phase = "backward"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -13,13 +13,30 @@ from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.clock import Clock, Instrument
+from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS, Clock, Instrument
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import parameters_of
-from ampatch.doctor.instruments.values import are_finite, is_finite, quiet, tensors_in
+from ampatch.doctor.instruments.values import (
+    HALF,
+    are_finite,
+    floating_in,
+    is_finite,
+    plain,
+    quiet,
+    tensors_in,
+)
 from ampatch.levels.precision import HALF_TYPES
+from ampatch.tools.tensors import read_numbers
 
 MOST_LOST = 250  # attempts in a row that leave bad weights: more than a trial makes after a fault
+
+FETCHED = 50  # attempts whose magnitudes are fetched together
+GROWN = 4.0  # times what it was at first: more than training usually does
+STILL = 1.5  # times what it was at first: not yet growing
+NEAR = 16.0  # times smaller than what overflows
+TOGETHER = 0.1  # of the time up to the end: layers that begin so close begin together
+
+Layer = tuple[str, str, str]  # "output" or "weight", model, module
 
 
 @dataclass(slots=True)
@@ -39,7 +56,6 @@ class Attempt:
     left_out: bool = False  # a model gave bad numbers, and no backward pass followed
     value: float = 0.0  # of the loss, of several backward passes their mean
     buffer: str | None = None  # the first that has become bad
-    seconds: float = 0.0  # since the attempt before, with what it costs to watch
 
     @property
     def is_finite(self) -> bool:
@@ -59,7 +75,6 @@ class Watch(Instrument):
         self.is_late = False  # whether the run has taken too long, and ends with this attempt
         self.attempts: list[Attempt] = []
         self._now = Attempt()
-        self._since = perf_counter()
         self._steps: Counter[Optimizer] = Counter()
         self._is_bad = False  # what a model gave, since the last backward pass
         self._has_backward = False  # since the last attempt
@@ -124,10 +139,9 @@ class Watch(Instrument):
         self._now.buffer = self.clock.models.name_of_buffer(lost[0]) if lost else None
         if self._losses:
             self._now.value = sum(self._losses) / len(self._losses) / (self._now.scale or 1.0)
-        self._now.seconds = perf_counter() - self._since
         self.attempts.append(self._now)
         self._lost = 0 if self._now.weights else self._lost + 1
-        self._now, self.is_open, self._since = Attempt(), False, perf_counter()
+        self._now, self.is_open = Attempt(), False
         self._has_backward, self._losses = False, []
         if self.is_late or len(self.attempts) == self._most or self._lost == MOST_LOST:
             raise Enough
@@ -141,3 +155,88 @@ def have_finite_grads(parameters: Iterable[Tensor]) -> bool:
 def bad_of(parameters: Iterable[Tensor]) -> set[int]:
     """Returns those whose gradients are not finite, by their ids."""
     return {id(it) for it in parameters if it.grad is not None and not is_finite(it.grad)}
+
+
+# ---- Numbers that grow ----
+
+
+@dataclass(slots=True)
+class Magnitude:
+    """How large the numbers of a layer are: the first that is not 0, the latest, and the largest."""
+
+    first: float = 0.0
+    latest: float = 0.0
+    largest: float = 0.0  # inf where it overflowed
+    still: int = 0  # the latest attempt at which it was as at first
+
+    def add(self, attempt: int, value: float) -> None:
+        """Goes on to what it is at another attempt."""
+        self.largest = max(self.largest, value)
+        if value < math.inf:
+            self.first, self.latest = self.first or value, value
+            self.still = attempt if value <= STILL * self.first else self.still
+
+
+class Growth(Instrument):
+    """Follows how large the outputs and weights of layers become; costs a host sync in 50 attempts."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._half = ""
+        self._waiting: list[tuple[Layer, int, Tensor]] = []
+        self._known: dict[Layer, Magnitude] = {}
+
+    def see_output(self, module: Module, output: object) -> None:
+        """Notes an output of training."""
+        place = self.clock.models.place
+        if torch.compiler.is_compiling() or place is None or not torch.is_grad_enabled():
+            return
+        if self.clock.micro_step < MOST_MICRO_STEPS:
+            with quiet():
+                self._note(("output", place.model, place.module), floating_in(output))
+
+    def _note(self, layer: Layer, tensors: Iterable[Tensor]) -> None:
+        for values in (plain(it) for it in tensors if it.numel() and not it.is_meta):
+            if values.numel():  # of a sharded tensor another rank may have all
+                self._waiting.append((layer, self.clock.attempt, values.abs().amax()))
+                name = str(values.dtype)[6:]
+                self._half = self._half or (name if name in HALF and layer[0] == "output" else "")
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Notes the weights after the step."""
+        for model, path, weight in self.clock.models.named_parameters():
+            self._note(("weight", model, path.rpartition(".")[0]), floating_in(weight))
+        if self.clock.attempt % FETCHED == FETCHED - 1:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        with quiet():
+            numbers = read_numbers([tensor for *_, tensor in self._waiting])
+        largest: dict[tuple[Layer, int], float] = {}
+        for (layer, attempt, _), value in zip(self._waiting, numbers, strict=True):
+            value = value if math.isfinite(value) else math.inf
+            largest[layer, attempt] = max(value, largest.get((layer, attempt), 0.0))
+        for (layer, attempt), value in largest.items():
+            self._known.setdefault(layer, Magnitude()).add(attempt, value)
+        self._waiting.clear()
+
+    def facts(self) -> dict[str, object]:
+        """Returns how many times larger than at first weights are, or outputs: "grown"; and where it began.
+
+        Of outputs it counts only what comes near an overflow. It began in the first layer, in the order in
+        which they run, of those that began to grow first: what overflows later may only be handed on.
+        """
+        self._fetch()
+        half = self._half or "float16"
+        outputs = {layer: it for layer, it in self._known.items() if layer[0] == "output"}
+        weights = [it for layer, it in self._known.items() if layer[0] == "weight" and it.first]
+        times, grew = max((it.largest / it.first for it in weights if it.largest < math.inf), default=1.0), ""
+        growing = {layer: it for layer, it in outputs.items() if it.latest > GROWN * it.first}
+        limit = torch.finfo(getattr(torch, half)).max
+        if growing and max(it.largest for it in outputs.values()) > limit / NEAR:
+            start = min(it.still for it in growing.values())
+            start += int(TOGETHER * (self.clock.attempt - start))
+            (_, *names), began = next(pair for pair in growing.items() if pair[1].still <= start)
+            times = max(times, began.latest / began.first)
+            grew = f", from step {began.still} on in {'.'.join(filter(None, names))}"
+        return {"grown": max(times, 1.0), "grew": grew, "half": half}

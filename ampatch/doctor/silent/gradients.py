@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import Module
 
 import ampatch as amp
-from ampatch.doctor.against.sample import FILES, is_parameter, read_samples
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.values import plain
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.sample import FILES, read_samples
 from ampatch.doctor.suspects import is_sample
 
 SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
@@ -90,10 +90,7 @@ def compare_gradients(folder: str, attempt: int) -> tuple[list[Finding], str]:
     if half["is_drawn"] or full["is_drawn"]:
         drawn = "random numbers on a GPU depend on the type, and others than F.dropout draw some"
         return [], f"whether gradients underflow: {drawn}"
-    ours, theirs = (
-        {key: it.float() for key, it in one["tensors"].items() if is_parameter(key) and it.numel()}
-        for one in taken
-    )
+    ours, theirs = ({key: it.float() for key, it in one["tensors"].items() if it.numel()} for one in taken)
     most = max((grad.abs().max().item() for grad in theirs.values()), default=0.0)
     found = []
     for key, grad in theirs.items():
@@ -101,8 +98,8 @@ def compare_gradients(folder: str, attempt: int) -> tuple[list[Finding], str]:
             numbers = measure(ours[key], grad, half["scale"], most)
             if numbers["share"] >= LOST:
                 numbers |= {"init_scale": best_scale(full["largest"])}
-                _, model, layer, _, name = key
-                site = (attempt, "backward", model, layer, "backward", half["where"], name)
+                model, name = key
+                site = (attempt, "backward", model, name.rpartition(".")[0], "backward", half["where"], name)
                 found.append(Finding("underflow", *site, facts=numbers))
     return found, ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ampatch.levels.alarms import Alarms
+from ampatch.levels.loss_scale import Alarms
 from ampatch.watching.alarms.history import ScaleUpdate
 
 

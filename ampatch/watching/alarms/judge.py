@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from ampatch.levels.alarms import Alarms
+from ampatch.levels.loss_scale import Alarms
 from ampatch.watching.alarms.history import ScaleUpdate
 
 SEARCH_ENDS = 128.0  # no search of a scale goes below

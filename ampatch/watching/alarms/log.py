@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ampatch.errors import AmpError, AmpTypeError, AmpValueError
 from ampatch.levels.ranks import find_rank
-from ampatch.session.inspection import cast_counts
-from ampatch.session.scalers import loss_scalers, pick_scaler
+from ampatch.session.frontend import cast_counts, loss_scalers, pick_scaler
 from ampatch.session.session import SESSION
 from ampatch.watching.alarms.alarm import Alarm
 from ampatch.watching.alarms.history import ScaleHistory, ScaleUpdate

@@ -10,10 +10,9 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn import Module
 
-from ampatch.levels.alarms import Alarms
-from ampatch.steps.call import Call
-from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.scaler import LossScaler
+from ampatch.levels.loss_scale import Alarms
+from ampatch.steps.optimizer import Call
+from ampatch.steps.scaler import BackwardOutcome, LossScaler
 from ampatch.watching.alarms.history import Ring
 from ampatch.watching.alarms.inputs import LastForward
 from ampatch.watching.alarms.judge import Judge

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ampatch.levels.alarms import parse_alarms
+from ampatch.levels.loss_scale import parse_alarms
 from ampatch.levels.ranks import find_rank
 from ampatch.models.model import select_python
 from ampatch.session.request import Opening, SessionListener
 from ampatch.steps.block import ScaledLoss
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.scaler import BackwardOutcome
 from ampatch.watching.alarms.alarm import KEEP, Alarm, explain_alarm, name_loss
 from ampatch.watching.alarms.history import Ring, ScaleHistory, ScaleUpdate
 from ampatch.watching.alarms.inputs import LastForward, LossRing

@@ -1,1 +1,0 @@
-"""Notes how large the numbers of each layer are over a run, and where they began to grow."""

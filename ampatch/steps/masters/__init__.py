@@ -1,1 +1,0 @@
-"""Half weights and their masters: one record a weight, the groups that hold masters, their gradients."""
