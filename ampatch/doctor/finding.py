@@ -67,7 +67,7 @@ class Finding:
     @property
     def is_gradient(self) -> bool:
         """Whether autograd made it, and not a line of a backward that the script itself has written."""
-        return self.phase == "backward" and (self.node is not None or self.op == "accumulate_grad")
+        return self.phase == "backward" and not self.facts.get("within")
 
     @property
     def is_mended(self) -> bool:

@@ -205,6 +205,7 @@ class Trace(Rule):
         """Notes an operation that raises an error."""
         if operation.taken:
             note_error(error, operation, self.origins, self._region(operation.record, operation))
+            operation.record.facts["within"] = self.clock.within is not None
 
     def see_function(self, operation: Operation) -> None:
         """Learns of a function whose node has no operation."""
@@ -245,6 +246,7 @@ class Trace(Rule):
             marks = marks | (new := {self.origins.add(call, damage, **more)})
             if self.clock.within is not None:
                 self._inside[self.clock.within] |= new
+                call.facts["within"] = True
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
         call.origins = marks
@@ -283,7 +285,7 @@ class Trace(Rule):
             return
         if inside := self._inside[node]:
             for origin in (self.origins.all[index] for index in inside):
-                origin.is_of_scale = ops.is_cured_by_scale(node, taken, self.clock.scale)
+                origin.is_of_scale = ops.is_cured_by_scale(node, taken, self.clock.get_scale())
                 origin.parameter = parameter
             self.origins.came_back |= inside
             return

@@ -58,8 +58,7 @@ class Rule:
     def explains(self, finding: Finding) -> bool:
         """Says whether it explains a finding, if no earlier rule does."""
         is_of = finding.kind in self.kinds and (self.ops is None or finding.op in self.ops)
-        is_own = finding.phase == "backward" and not (finding.is_gradient or finding.is_silent)
-        phase = "forward" if is_own else finding.phase
+        phase = "forward" if finding.facts.get("within") else finding.phase
         return is_of and all(
             phase in test if isinstance(test, tuple) else test(finding) for test in self.tests
         )
