@@ -70,8 +70,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     halved = precision.note_halved(clock.undo)
     change(run, clock)
     watch, growth = Watch(clock, run.most), Growth(clock) if run.grows else None
-    if run.seconds is not None and hasattr(signal, "SIGALRM"):
-        end_late(watch, run.seconds, clock.undo)
+    end_late(watch, run.seconds, clock.undo)
     tape = Tape(clock)
     oversized = precision.Oversized(clock) if run.float32 else None
     scaled, ranges = Scaled(clock, notes := Notes(clock)), Ranges(clock)
@@ -122,7 +121,7 @@ def change(run: Run, clock: Clock) -> None:
         precision.LoweredRates(clock, run.rate)
 
 
-def end_late(watch: Watch, seconds: float, undo: ExitStack) -> None:
+def end_late(watch: Watch, seconds: float | None, undo: ExitStack) -> None:
     """Ends a run after some seconds, with its attempt; at once if that takes half as long again."""
 
     def note(*_: object) -> None:
@@ -130,9 +129,10 @@ def end_late(watch: Watch, seconds: float, undo: ExitStack) -> None:
             raise Enough
         watch.is_late = True
 
-    signal.signal(signal.SIGALRM, note)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 2)
-    undo.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+    if seconds is not None and hasattr(signal, "SIGALRM"):  # which Windows has not
+        signal.signal(signal.SIGALRM, note)
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 2)
+        undo.callback(signal.setitimer, signal.ITIMER_REAL, 0)
 
 
 @contextmanager
