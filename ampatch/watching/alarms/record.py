@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampatch.levels.loss_scale import Alarms
-from ampatch.steps.optimizer import Call
+from ampatch.steps.optimizer import InitializeCall
 from ampatch.steps.scaler import BackwardOutcome, LossScaler
 from ampatch.watching.alarms.history import Ring
 from ampatch.watching.alarms.inputs import LastForward
@@ -22,7 +22,7 @@ from ampatch.watching.alarms.judge import Judge
 class FollowedCall:
     """A call of `initialize` that is followed: its limits, and the folder of its post-mortems."""
 
-    call: Call
+    call: InitializeCall
     limits: Alarms | None
     folder: Path | None
     post_mortems: int = 0  # that were written
