@@ -36,7 +36,6 @@ from ampatch.tools.seeds import set_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Carries out a `Run`, which is given as JSON."""
     carry_out(Run.from_json(arguments[0]))
 
 

@@ -42,7 +42,6 @@ class Seen:
 
     @classmethod
     def read(cls, file: Path) -> Seen:
-        """Reads what a child of ours wrote."""
         return pickle.loads(file.read_bytes())
 
     @property

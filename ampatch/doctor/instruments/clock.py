@@ -100,7 +100,6 @@ def _chain(standing: Callable[..., object], wrappers: list[Callable[..., object]
 
 
 def unscaled() -> float:
-    """Returns the scale of a loss that nobody scales."""
     return 1.0
 
 
@@ -110,7 +109,6 @@ class ScalerInUse(amp.Observer):
     scaler: amp.LossScaler | None = None
 
     def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """Notes the scaler of the loss."""
         self.scaler = amp.loss_scalers()[loss_id]
 
     def on_uninitialize(self) -> None:
@@ -186,7 +184,6 @@ class Clock(ScalerInUse):
         self.undo.enter_context(amp.observe(self))
 
     def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
-        """Has a wrapper run in the place of a function, until the clock is undone."""
         wrap(owner, name, wrapper, self.undo)
 
     # ---- Modules ----

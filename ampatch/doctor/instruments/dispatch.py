@@ -55,17 +55,14 @@ class Operation:
 
     @property
     def writes(self) -> bool:
-        """Whether it writes into what it takes."""
         return self.name.endswith("_") or self.name in RUNNING or "out" in self.kwargs
 
     @property
     def arguments(self) -> tuple[object, ...]:
-        """All that it is given."""
         return (*self.args, *self.kwargs.values())
 
     @functools.cached_property
     def floating(self) -> Tensors:
-        """What it takes, but for complex numbers."""
         return [tensor for tensor in self.taken if tensor.is_floating_point()]
 
     def gives(self, result: object) -> Tensors:
@@ -89,7 +86,6 @@ class Rule(Instrument):
         self.tape = tape
 
     def wants(self, name: str) -> bool:
-        """Says whether an operation of this name is of interest now."""
         raise NotImplementedError
 
     def before(self, operation: Operation) -> object:

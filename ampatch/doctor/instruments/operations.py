@@ -170,7 +170,6 @@ def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
 
 
 def is_leaf(node: object) -> bool:
-    """Says whether a node puts a gradient into its parameter."""
     return node.name().endswith("AccumulateGrad")
 
 

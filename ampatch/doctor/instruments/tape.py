@@ -39,12 +39,10 @@ class Op:
 
     @property
     def is_half(self) -> bool:
-        """Whether it gives something in half."""
         return any(it in HALF for it in self.given)
 
     @property
     def site(self) -> tuple[object, ...]:
-        """What operations share that are one, at several attempts."""
         return self.phase, self.where, self.op, self.place
 
 
@@ -75,7 +73,6 @@ class Tape:
         self._made.update((key_of(it), record.number) for it in given)
 
     def keep(self) -> None:
-        """Has all that there is by now last."""
         self._early = len(self.records), self._made.copy()
 
     def _begin(self) -> None:

@@ -199,7 +199,6 @@ class Trace(Rule):
                 explain_arguments(origin, operation, self.models.like_place())
 
     def see_error(self, operation: Operation, error: Exception) -> None:
-        """Notes an operation that raises an error."""
         if operation.taken:
             note_error(error, operation, self.origins, self._region(operation.record, operation))
 

@@ -67,7 +67,6 @@ class Slots:
         return index
 
     def refer(self, value: object) -> object:
-        """Returns arguments with slots in the place of tensors that the step made."""
         return map_tensors(value, self._refer) if value else value
 
     def _refer(self, tensor: Tensor) -> object:
@@ -261,7 +260,6 @@ def capture(depth: int = 2) -> Frames:
 
 @functools.lru_cache(maxsize=1000)
 def place_of(name: str) -> tuple[bool, bool]:
-    """Says whether a file is the user's own, and whether it is one of ours."""
     return not name.startswith(LIBRARIES), name.startswith(DOCTOR)
 
 
@@ -342,7 +340,6 @@ class Snapshot:
 
 
 def plain_in(module: Module) -> dict[str, object]:
-    """Returns the attributes of a module that are numbers, strings or None."""
     return {name: it for name, it in vars(module).items() if type(it) in PLAIN}
 
 

@@ -161,7 +161,6 @@ class Rerun:
             self.go_backward(Backward([None], {}, ()))  # by torch.autograd.grad
 
     def resolve(self, value: object) -> object:
-        """Returns arguments with the tensors of this run."""
         return map_tensors(value, self._resolve)
 
     def _resolve(self, value: Tensor | Slot) -> Tensor:
@@ -185,7 +184,6 @@ class Rerun:
             self.keep(event, call_at(event.frames, functools.partial(function, *args, **kwargs)))
 
     def keep(self, event: Call, result: object) -> None:
-        """Takes what a call gave."""
         self.values.update(zip(event.outputs, tensors_in(result), strict=False))
 
     def go_backward(self, event: Backward) -> None:
@@ -241,7 +239,6 @@ class InFloat32(Rerun):
         super().__init__(record, copies)
 
     def run(self) -> None:
-        """Does all events, with casts off."""
         with off_casts():
             super().run()
 

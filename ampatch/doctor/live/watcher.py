@@ -429,7 +429,6 @@ class Check:
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the gradients that an optimizer steps by."""
     return [grad for param in parameters_of(optimizer) if (grad := param.grad) is not None]
 
 
@@ -442,5 +441,4 @@ def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
 
 
 def alive(references: Iterable[weakref.ref[Object]]) -> list[Object]:
-    """Returns those objects that the script still has."""
     return [found for find in references if (found := find()) is not None]

@@ -113,7 +113,6 @@ class Sample(Instrument):
                 self._look_at_gradient(parameter.grad)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
-        """Ends the run, if nothing else is looked at."""
         if self._ends and self.clock.attempt >= self._wanted:
             raise Enough
 
