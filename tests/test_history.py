@@ -16,10 +16,8 @@ from torch import nn
 import ampatch as amp
 from ampatch.steps.scaler import BackwardOutcome
 from ampatch.watching.alarms.history import MOST_UPDATES
-from ampatch.watching.alarms.inputs import SLOTS, LastForward
-from ampatch.watching.alarms.judge import Judge
-from ampatch.watching.alarms.watch import ALARMS
-from ampatch.watching.post_mortem.measure import count_underflow
+from ampatch.watching.alarms.watch import ALARMS, SLOTS, Judge
+from ampatch.watching.post_mortem import LastForward, count_underflow
 from benchmarks.syncs import count_reads
 from helpers import Scalar, scaled_backward
 from nets import EVERY_LEVEL, X

@@ -14,9 +14,10 @@ from torch import nn
 import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.doctor import post_mortem
+from ampatch.watching import post_mortem as written
 from ampatch.watching.alarms import watch
-from ampatch.watching.alarms.inputs import SLOTS, LastForward
-from ampatch.watching.post_mortem import pack, write
+from ampatch.watching.alarms.watch import SLOTS
+from ampatch.watching.post_mortem import LastForward
 from helpers import scaled_backward
 
 NAN, INF = float("nan"), float("inf")
@@ -141,7 +142,7 @@ def test_a_loss_at_a_static_scale_is_known_later_and_the_file_says_so(tmp_path, 
 
 
 def test_a_batch_is_cut_to_the_samples_that_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack, "MOST_BYTES", 4 * 8 * 4 + 7)
+    monkeypatch.setattr(written, "MOST_BYTES", 4 * 8 * 4 + 7)
     x = torch.randn(100, 16)[:, :8]  # a view of more memory than it shows
     Run(tmp_path).step(x, factor=NAN, mask=torch.ones(50))
     batch = load(tmp_path)["models"][0]["batch"]
@@ -157,7 +158,7 @@ def test_what_cannot_be_stored_is_described(tmp_path):
     forward.refresh(
         (table, torch.zeros(0, 2), torch.tensor(True), {"z": torch.ones(2, dtype=torch.complex64)}), {}
     )
-    batch = pack.pack_batch(forward)
+    batch = written.pack_batch(forward)
     assert [facts["name"] for facts in batch] == ["args[0]", "args[1]", "args[2]", "args[3]['z']"]
     assert "values" not in batch[0]
     assert (batch[0]["largest"], batch[2]["largest"], batch[3]["largest"]) == (1.0, 1, 1.0)
@@ -165,7 +166,7 @@ def test_what_cannot_be_stored_is_described(tmp_path):
 
 
 def test_the_tensors_that_are_not_finite_are_kept_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack, "MOST_TENSORS", 1)
+    monkeypatch.setattr(written, "MOST_TENSORS", 1)
     run = Run(tmp_path)
     with torch.no_grad():
         run.model.out.bias[1] = float("inf")
@@ -189,40 +190,40 @@ def test_one_collapse_leaves_one_file_and_a_call_three_at_the_most(tmp_path):
 
 
 def test_a_folder_keeps_the_latest_files_and_nobody_elses(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "MOST_FILES", 4)
+    monkeypatch.setattr(written, "MOST_FILES", 4)
     others = ["model.pt", "post-mortem.txt", "post-mortem-of-mine.pt"]
     for name in [*others, "post-mortem-20200101-000000-1-rank0-7.part"]:
         (tmp_path / name).write_text("")
-    paths = [write.write(tmp_path, 0, dict) for _ in range(6)]
+    paths = [written.write(tmp_path, 0, dict) for _ in range(6)]
     assert files(tmp_path) == sorted([*others, *(path.name for path in paths[-4:])])
 
 
 def test_a_clock_that_goes_back_loses_no_new_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "MOST_FILES", 4)
-    hour, now = 3600 * 10**9, write.time.time_ns()
-    for path in [write.write(tmp_path, 0, dict) for _ in range(4)]:
+    monkeypatch.setattr(written, "MOST_FILES", 4)
+    hour, now = 3600 * 10**9, written.time.time_ns()
+    for path in [written.write(tmp_path, 0, dict) for _ in range(4)]:
         path = path.rename(path.with_name(path.name.replace("post-mortem-", "post-mortem-9")))
         os.utime(path, ns=(now + hour, now + hour))
     paths = []
     for _ in range(6):
-        paths.append(write.write(tmp_path, 0, dict))
+        paths.append(written.write(tmp_path, 0, dict))
         assert paths[-1].exists()
     assert files(tmp_path) == [path.name for path in paths[-4:]]
 
 
 def test_a_clock_that_names_files_of_before_keeps_the_file_that_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "MOST_FILES", 4)
+    monkeypatch.setattr(written, "MOST_FILES", 4)
     for _ in range(4):
-        write.write(tmp_path, 0, dict)
-    monkeypatch.setattr(write.time, "time_ns", lambda: 1_700_000_000_000_000_000)
-    assert write.write(tmp_path, 0, dict).exists()
+        written.write(tmp_path, 0, dict)
+    monkeypatch.setattr(written.time, "time_ns", lambda: 1_700_000_000_000_000_000)
+    assert written.write(tmp_path, 0, dict).exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs permissions of files")
 def test_others_cannot_read_the_data_of_a_batch(tmp_path):
     before = os.umask(0)
     try:
-        path = write.write(tmp_path / "of" / "ours", 0, dict)
+        path = written.write(tmp_path / "of" / "ours", 0, dict)
     finally:
         os.umask(before)
     modes = [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)]
@@ -231,8 +232,8 @@ def test_others_cannot_read_the_data_of_a_batch(tmp_path):
 
 def test_names_follow_the_clock_over_the_turn_of_a_second(tmp_path, monkeypatch):
     clock = iter(range(1_700_000_000_999_999_998, 1_700_000_001_000_000_002))
-    monkeypatch.setattr(write.time, "time_ns", lambda: next(clock))
-    names = [write.write(tmp_path, 0, dict).name for _ in range(4)]
+    monkeypatch.setattr(written.time, "time_ns", lambda: next(clock))
+    names = [written.write(tmp_path, 0, dict).name for _ in range(4)]
     assert names == sorted(names)
 
 
