@@ -12,15 +12,13 @@ from typing import NoReturn
 
 import torch
 
-from ampatch import AmpError, AmpValueError, __version__
+from ampatch import AmpError, __version__
+from ampatch.apex import checking as check
 from ampatch.apex import run_command as run
-from ampatch.apex.checking import command as check
 from ampatch.apex.script import HINT
 from ampatch.doctor import command as doctor
 from ampatch.sweeps import command as sweep
-from ampatch.sweeps import env_command as env
 from ampatch.testing import lists_command as lists
-from ampatch.tools.packages import require
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -28,8 +26,6 @@ BROKEN_PIPE = 141
 NEARLY_THE_SAME = 0.8  # as options are that are a letter or two apart
 
 VERSIONS = f"ampatch {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-
-NAMES_OF_FILES = ("SCRIPT", "PATH", "FILE", "OUT", "DIR", ("A", "B"))  # as the help calls them
 
 Parts = tuple[list[str], tuple[str, ...]]
 
@@ -64,41 +60,12 @@ class Command:
     hint: str = ""
 
 
-def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
-    parser.add_argument("shell", metavar="SHELL", help="bash, zsh, or another shell that shtab supports")
-
-
-def print_completion(arguments: argparse.Namespace) -> int:
-    """Prints a script for a shell, which then completes words without starting Python."""
-    require("shtab")
-    import shtab
-
-    if arguments.shell not in shtab.SUPPORTED_SHELLS:
-        expected = ", ".join(shtab.SUPPORTED_SHELLS)
-        raise AmpValueError(f"shell {arguments.shell!r}: expected one of {expected}")
-    parser = build_parser()
-    subparsers = next(action.choices for action in parser._actions if action.metavar == "COMMAND")
-    for action in (action for one in subparsers.values() for action in one._actions):
-        if action.metavar in NAMES_OF_FILES:
-            action.complete = shtab.FILE
-    print(shtab.complete(parser, arguments.shell))
-    return 0
-
-
 COMMANDS = (
     Command("run", run.SUMMARY, run.add_arguments, run.run, run.split, run.HINT),
     Command("check", check.SUMMARY, check.add_arguments, check.run),
     Command("sweep", sweep.SUMMARY, sweep.add_arguments, sweep.run, hint=HINT),
     Command("doctor", doctor.SUMMARY, doctor.add_arguments, doctor.run, hint=HINT),
     Command("lists", lists.SUMMARY, lists.add_arguments, lists.run),
-    Command("env", env.SUMMARY, lambda parser: None, env.run),
-    Command(
-        "completion",
-        "print a script that lets the Tab key complete commands, options and file names",
-        add_completion_arguments,
-        print_completion,
-    ),
 )
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import ampatch as amp
-from ampatch.sweeps.measure.recorder import Recorder
+from ampatch.sweeps.measure.meter import TrainingMeter
 from benchmarks.comparison import Comparison
 from benchmarks.contender import LEVELS, TRAIN, Kind, list_contenders, open_step
 from benchmarks.options import Options
@@ -38,7 +38,7 @@ def measure(options: Options) -> Iterator[Comparison]:
 @contextmanager
 def open_measured(kind: Kind, workload: Workload, setting: Setting) -> Iterator[Step]:
     """Yields a training step that a recorder watches, as in a sweep's child."""
-    with amp.observe(Recorder()), open_step(kind, workload, TRAIN, setting) as step:
+    with amp.observe(TrainingMeter()), open_step(kind, workload, TRAIN, setting) as step:
         yield step
 
 

@@ -46,7 +46,7 @@ _status = 0
 # Has a sweep start its runs as forks of its own process, which has torch already.
 RUNS_ARE_FORKS = """
 import subprocess, traceback
-from ampatch.sweeps.processes import child
+from ampatch.sweeps import child
 from ampatch.tools import process
 
 class Fork(subprocess.Popen):

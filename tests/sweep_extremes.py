@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from ampatch.sweeps.judge.summary import summarize
+from ampatch.sweeps.judge.advice import summarize
 from ampatch.sweeps.rows import Curve, Distance, Ending, Level, Outcome, Recommendation, Run, Sweep, Verdict
 from sweep_samples import CRASHING, ENVIRONMENT, KINDS, SETTINGS, sample_record, sample_sweep
 
@@ -82,7 +82,6 @@ def huge_sweep() -> Sweep:
     huge = {
         "losses": {"0": curve},
         "metrics": {"perplexity": curve},
-        "kept_mib": 1e15,
         "final_loss": math.inf,
     }
     records = tuple(replace(run, **huge) for run in sweep.records)

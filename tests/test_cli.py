@@ -1,16 +1,11 @@
 """The command line answers bad input with one clear line and exit status 2."""
 
-import contextlib
 import importlib.metadata
 import importlib.util
-import io
 import json
-import os
 import platform
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +44,7 @@ def one_line(capsys):
         (["swep", "x.py"], "unknown command 'swep' (did you mean sweep?)"),
         (
             ["train"],
-            "unknown command 'train' (choose from run, check, sweep, doctor, lists, env, completion)",
+            "unknown command 'train' (choose from run, check, sweep, doctor, lists)",
         ),
         (["--vershon"], "unrecognized argument --vershon (did you mean --version?)"),
         (["--level", "O1"], "unrecognized arguments: --level O1"),
@@ -60,7 +55,6 @@ def one_line(capsys):
         ),
         (["lists", "--jsno"], "argument --jsno (did you mean --json?) (help: ampatch lists --help)"),
         (["check"], "the following arguments are required: PATH"),
-        (["completion", "elvish"], "shell 'elvish': expected one of bash, zsh"),
         (["check", "absent.py"], "'absent.py' does not exist: expected a Python script or a folder"),
         (["lists", "sofmax"], "close: softmax"),
         (["lists", "nn.LSTM"], "'nn.LSTM' is a module, and tables name functions"),
@@ -89,68 +83,6 @@ def test_without_a_command_the_help_is_printed_which_lists_every_command(capsys)
     assert all(command.name in bare for command in COMMANDS)
 
 
-def test_env_prints_what_a_report_needs(capsys, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCH_TOKEN", "hidden")
-    assert exit_status("env") == 0
-    said = capsys.readouterr().out
-    found = dict(line.split(None, 1) for line in said.splitlines())
-    assert found["torch"] == torch.__version__
-    assert found["python"] == platform.python_version()
-    assert found["wrapt"] == importlib.metadata.version("wrapt")
-    assert found["OMP_NUM_THREADS"] == "1"
-    assert found["tensorboard"] == importlib.metadata.version("tensorboard")
-    assert "deepspeed" not in found
-    assert found["cores"].startswith(f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch uses")
-    assert str(Path(amp.__file__).parent) in found["ampatch"]
-    assert "hidden" not in said
-
-
-COMPLETE = """
-source completion.bash
-COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
-_shtab_ampatch
-echo "${COMPREPLY[@]}"
-"""
-
-
-@pytest.fixture(scope="module")
-def completion():
-    """What `ampatch completion bash` prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert exit_status("completion", "bash") == 0
-    return said.getvalue()
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("", " ".join(command.name for command in COMMANDS)),
-        ("sw", "sweep"),
-        ("sweep tr", "train.py"),
-        ("sweep train.py --see", "--seeds"),
-        ("run train.py --device ", "cpu"),
-        ("doctor --open FILE --un", "--unsafe-load"),
-        ("doctor --json tr", "train.py"),
-        ("check train.py tr", "train.py"),
-        ("lists tr", ""),
-    ],
-)
-def test_a_shell_completes_commands_options_and_files(words, found, completion, tmp_path):
-    (tmp_path / "train.py").touch()
-    (tmp_path / "completion.bash").write_text(completion)
-    command = ["bash", "-c", COMPLETE, "bash", "ampatch", *words.split(" ")]
-    said = subprocess.check_output(command, cwd=tmp_path, text=True)
-    assert sorted(said.split()) == sorted(found.split())
-
-
-def test_completion_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert exit_status("completion", "zsh") == 2
-    assert one_line(capsys) == "ampatch completion: shtab is not installed: pip install shtab\n"
-
-
 @pytest.mark.process(keep=1)
 def test_python_m_ampatch_is_the_command_line():
     command = [sys.executable, "-m", "ampatch", "sweep", "absent.py"]
@@ -167,8 +99,8 @@ def test_commands_need_torch_and_wrapt_alone(tmp_path):
         "import sys; path = sys.argv[1]\n"
         "sys.modules.update(dict.fromkeys(['numpy', 'rich', 'matplotlib', 'PIL']))\n"
         "from ampatch.__main__ import main\n"
-        "outcomes = [main(['check', path]), main(['run', path]), main(['env'])]\n"
-        "sys.exit(outcomes != [0, 0, 0] or main(['run', '--legacy', path]) != 2)"
+        "outcomes = [main(['check', path]), main(['run', path])]\n"
+        "sys.exit(outcomes != [0, 0] or main(['run', '--legacy', path]) != 2)"
     )
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

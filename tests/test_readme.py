@@ -25,8 +25,8 @@ import ampatch.apex
 import ampatch.testing
 from ampatch.__main__ import COMMANDS, build_parser, split
 from ampatch.apex import amp as apex
-from ampatch.sweeps.files import read_sweep, to_csv
-from ampatch.sweeps.judge.summary import summarize
+from ampatch.sweeps.judge.advice import summarize
+from ampatch.sweeps.results import read_sweep
 from ampatch.sweeps.show.page import write_page
 from ampatch.sweeps.show.terminal import write
 from helpers import import_float8
@@ -69,7 +69,6 @@ def test_the_example_of_a_sweep_is_the_one_that_is_kept():
     table, _, recommendation = shown.split("\n\n")
     assert f"{table}\n\n{recommendation}\n" in [code for _, code in blocks(README, "text")]
     assert read(folder / "sweep.html") == write_page(sweep)
-    assert read(folder / "sweep.csv") == to_csv(sweep).replace("\r\n", "\n")
 
 
 def outside_blocks(page):

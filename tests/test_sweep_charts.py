@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ampatch.sweeps.rows import Curve, Ending, Run
-from ampatch.sweeps.show.charts import POINTS, LevelCurves, charts_of, curves_of, mean_of, value_range
+from ampatch.sweeps.show.charts import POINTS, LevelCurve, charts_of, curves_of, mean_of, value_range
 from ampatch.tools import charts as drawing
 from ampatch.tools.charts import Points, draw, log_ticks, ticks
 from chromium import contrast
@@ -82,12 +82,12 @@ def test_runs_that_failed_count_only_where_none_finished():
 
 def test_what_diverged_or_is_one_spike_does_not_squeeze_the_others():
     good, bad = sample_sweep(("O0", "O3")).rows
-    steady = LevelCurves(good, mean_of([curve(*np.linspace(1, 2, 1000), 1e9)]))
-    diverged = LevelCurves(bad, mean_of([curve(1.0, 1e30)]))
+    steady = LevelCurve(good, mean_of([curve(*np.linspace(1, 2, 1000), 1e9)]))
+    diverged = LevelCurve(bad, mean_of([curve(1.0, 1e30)]))
     low, high = value_range([steady, diverged])
     assert (low, 2 < high < 1e8) == (pytest.approx(1, abs=0.01), True)
     assert value_range([diverged]) == (1.0, 1e30)
-    assert value_range([LevelCurves(good, Points(np.ones(1), np.array([math.nan])))]) is None
+    assert value_range([LevelCurve(good, Points(np.ones(1), np.array([math.nan])))]) is None
 
 
 # ---- Charts ----
@@ -133,7 +133,7 @@ def test_ticks_are_round_numbers_and_few(low, high, found):
 
 def test_a_drawing_has_gaps_for_what_is_missing_and_stays_inside():
     points = Points(np.arange(5.0), np.array([1.0, math.nan, 3.0, 99.0, math.nan]))
-    svg = draw("a", [(points, drawing.ROW, 1.5)], points.break_off, (1.0, 3.0), (0, 4))
+    svg = draw([(points, drawing.ROW, 1.5)], points.break_off, (1.0, 3.0), (0, 4))
     (line,) = re.findall(r'<path d="(M[^"]*)" stroke="var\(--row\)"', svg)
     assert line == "M60.0 120.0h0M200.0 12.0h0L270.0 12.0"
     assert "l6 6m0 -6l-6 6" in svg
@@ -142,6 +142,6 @@ def test_a_drawing_has_gaps_for_what_is_missing_and_stays_inside():
 
 def test_a_wide_range_has_a_logarithmic_axis():
     points = Points(np.arange(3.0), np.array([0.01, 1.0, 100.0]))
-    svg = draw("a", [(points, drawing.ROW, 1.5)], points.break_off, (0.01, 100.0), (0, 2))
+    svg = draw([(points, drawing.ROW, 1.5)], points.break_off, (0.01, 100.0), (0, 2))
     assert "M60.0 120.0h0L200.0 66.0L340.0 12.0" in svg
     assert ">100</text>" in svg

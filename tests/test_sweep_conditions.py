@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import ampatch as amp
 from ampatch.sweeps.measure import load
 from ampatch.sweeps.measure.yardstick import Autocast
-from ampatch.sweeps.variant import parse_variant
+from ampatch.sweeps.plan import parse_variant
 
 # What a run waits for
 

@@ -1,23 +1,22 @@
-"""`ampatch.sweep` of a function: the same records as the command line, in this process or in others."""
+"""`ampatch.sweep` of a function: the same records as the command line, all runs in this process."""
 
 import logging
 import random
 import sys
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.sweeps.files import from_json
+from ampatch.sweeps.results import from_json
 from ampatch.sweeps.rows import Ending
 
 
 def train(opt_level, seed):
-    """Trains on points that are told apart by their largest coordinate; at module level, for processes."""
+    """Trains on points that are told apart by their largest coordinate."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
@@ -33,7 +32,7 @@ def train(opt_level, seed):
 
 
 def sweep(function=train, levels=("O0", "O4", "autocast"), **options):
-    return amp.sweep(function, levels, **{"processes": False} | options)
+    return amp.sweep(function, levels, **options)
 
 
 def losses(result, row, seed=0):
@@ -91,7 +90,7 @@ def test_the_sweep_can_be_read(here):
 
 
 def test_variants_steps_and_repeats_are_those_of_the_command_line():
-    result = sweep(levels=["O0"], variants=["O2 dtype=bfloat16 loss_scale=8"], steps=8, warmup=2, repeat=2)
+    result = sweep(levels=["O0"], variants=["O2 dtype=bfloat16 loss_scale=8"], steps=8, repeat=2)
     assert [row.name for row in result.rows] == ["O0", "O2 dtype=bfloat16 loss_scale=8"]
     assert {it.steps for it in result.records} == {8}
     assert result.rows[1].loss_scale == 8
@@ -100,7 +99,7 @@ def test_variants_steps_and_repeats_are_those_of_the_command_line():
 
 def test_files_are_written_where_they_are_wanted(tmp_path):
     result = sweep(levels=["O0"], out=tmp_path / "made")
-    assert {path.name for path in (tmp_path / "made").iterdir()} >= {"sweep.json", "sweep.csv", "sweep.html"}
+    assert {path.name for path in (tmp_path / "made").iterdir()} >= {"sweep.json", "sweep.html"}
     read = from_json((tmp_path / "made" / "sweep.json").read_text())
     assert read.settings.script == f"{__name__}.train"
     assert read.records == result.records
@@ -160,7 +159,7 @@ def test_a_sweep_in_this_process_leaves_no_folder(tmp_path, monkeypatch, levels)
 def test_progress_is_logged_and_nothing_is_printed(caplog, capsys):
     with caplog.at_level(logging.INFO, "ampatch"):
         sweep(levels=["O0"])
-    assert "sweep: O0 finished" in caplog.messages
+    assert any(it.startswith("sweep: O0: finished after ") for it in caplog.messages)
     assert capsys.readouterr() == ("", "")
 
 
@@ -175,26 +174,19 @@ def test_progress_is_logged_and_nothing_is_printed(caplog, capsys):
         ({"levels": ["O9"]}, "unknown opt_level 'O9'"),
         ({"levels": []}, "no levels"),
         ({"seeds": 0}, "seeds 0: expected 1 or more"),
-        ({"timeout": 5.0}, "timeout needs processes=True"),
-        ({"function": lambda level, seed: None, "processes": True}, "cannot be imported by another process"),
     ],
-    ids=["no initialize", "no function", "level", "no levels", "seeds", "timeout", "lambda"],
+    ids=["no initialize", "no function", "level", "no levels", "seeds"],
 )
 def test_what_cannot_work_is_refused(options, message):
     with pytest.raises(amp.AmpValueError, match=message):
         sweep(**options)
 
 
-def test_a_function_of_a_notebook_runs_here_without_asking_and_its_result_is_shown(caplog, monkeypatch):
+def test_a_function_of_a_notebook_will_do_and_its_result_is_shown(monkeypatch):
     of_a_cell = {"__name__": "__main__", "train": train}
     exec("def train_here(opt_level, seed): return train(opt_level, seed)", of_a_cell)
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    with caplog.at_level(logging.INFO, "ampatch"):
-        result = amp.sweep(of_a_cell["train_here"], ["O0"])
-    assert (
-        "sweep: all runs of __main__.train_here are in this process: no other can import it"
-        in caplog.messages
-    )
+    result = amp.sweep(of_a_cell["train_here"], ["O0"])
     assert result.rows[0].step_ms is not None
     shown = result._repr_html_()
     assert shown.startswith("<pre>O0")
@@ -208,54 +200,3 @@ def test_a_process_with_a_session_of_its_own_keeps_it():
         sweep()
     assert model.weight.dtype is torch.bfloat16
     amp.uninitialize()
-
-
-# Processes
-
-
-def run_script(processes, tmp_path, text):
-    path = tmp_path / "program.py"
-    path.write_text(text)
-    shell = tmp_path / "shell"
-    shell.mkdir()
-    for name in ("statistics", "torch", "runpy", "queue"):  # beside the shell, where the script does not look
-        (shell / f"{name}.py").write_text("raise RuntimeError('not this one')")
-    code = (
-        f"import runpy\nsys.path[0] = {str(tmp_path)!r}\nrunpy.run_path({str(path)!r}, run_name='__main__')"
-    )
-    return processes.run(code, shell)
-
-
-PROGRAM = """
-import ampatch as amp
-from trainer import train as imported
-
-def train(opt_level, seed):
-    print("trained at", opt_level)
-    return imported(opt_level, seed)
-
-if __name__ == "__main__":
-    result = amp.sweep(train, ["O0", "O4"], out="made", steps=6)
-    import local_to_the_script
-    print([(it.row, it.outcome.value, it.steps) for it in result.records])
-"""
-
-
-@pytest.mark.process
-def test_a_function_of_a_script_is_found_by_processes_of_their_own(processes, tmp_path, here):
-    (tmp_path / "trainer.py").write_text(Path(__file__).read_text())
-    (tmp_path / "local_to_the_script.py").touch()
-    done = run_script(processes, tmp_path, PROGRAM)
-    assert done.stdout == "[('O0', 'finished', 6), ('O4', 'finished', 6)]\n", done.stderr
-    logs = sorted((tmp_path / "shell" / "made" / "logs").glob("*.log"))
-    assert [log.read_text() for log in logs] == ["trained at O0\n", "trained at O4\n"]
-    result = from_json((tmp_path / "shell" / "made" / "sweep.json").read_text())
-    assert losses(result, "O4")[:6] == losses(here, "O4")[:6]
-
-
-@pytest.mark.process
-def test_a_script_without_a_guard_is_told_to_have_one(processes, tmp_path):
-    text = "import ampatch as amp\ndef train(opt_level, seed): ...\namp.sweep(train, ['O0'])\n"
-    done = run_script(processes, tmp_path, text)
-    assert done.status == 1
-    assert "if __name__ == '__main__'" in done.stderr

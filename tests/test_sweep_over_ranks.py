@@ -5,8 +5,8 @@ import json
 import pytest
 
 from ampatch.__main__ import main
-from ampatch.sweeps.processes.ranks import slowest
 from ampatch.sweeps.rows import Run
+from ampatch.sweeps.runner import slowest
 
 TRAIN = """
 import time
@@ -36,7 +36,7 @@ def test_each_run_has_its_ranks_and_one_that_fails_is_named(tmp_path, monkeypatc
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
-    options = ["--nproc-per-node", "2", "--levels", "O0,O5", "--warmup", "2", "--out", "out"]
+    options = ["--nproc-per-node", "2", "--levels", "O0,O5", "--out", "out"]
     assert main(["sweep", *options, "train.py"]) == 1
     assert "train.py on 2 ranks: 1 seed" in capsys.readouterr().out
     good, bad = json.loads((tmp_path / "out/sweep.json").read_text())["records"]

@@ -133,7 +133,7 @@ def test_a_row_says_all_that_was_measured():
     row = SAMPLE.row("O2")
     assert list(row.values()) == [
         *("same", "17.20 16.9\N{EN DASH}17.9", "2.43\N{MULTIPLICATION SIGN}"),
-        *("2,790 0.54\N{MULTIPLICATION SIGN} O0", "178"),  # 11,689,512 weights of 16 bytes
+        "2,790 0.54\N{MULTIPLICATION SIGN} O0",
         *("0.2163 \N{MINUS SIGN}0.8 spreads", "5", "2¹³", "3"),
         *("0.9301 \N{MINUS SIGN}0.8 spreads", "0.9952 \N{MINUS SIGN}0.8 spreads"),
     ]
@@ -166,11 +166,11 @@ def test_runs_that_failed_alike_are_told_together():
 
 
 def test_settings_environment_and_method_are_there():
-    for words in (ENVIRONMENT.command, ENVIRONMENT.cpu, ENVIRONMENT.commit, ENVIRONMENT.created):
+    for words in (ENVIRONMENT.command, ENVIRONMENT.cpu, ENVIRONMENT.created):
         assert words in SAMPLE.text
-    page = page_of(sample_sweep(), settings=replace(SETTINGS, tolerance=1.5, timeout=600.0))
+    page = page_of(sample_sweep(), settings=replace(SETTINGS, timeout=600.0))
     assert "timeout 600" in page.text
-    assert "more than 1.5 spreads worse" in page.text
+    assert "more than 2 spreads worse" in page.text
     assert "Times are medians without the first 5 steps." in page.text
 
 

@@ -10,8 +10,7 @@ import torch
 import ampatch as amp
 from ampatch import AmpValueError
 from ampatch.apex.script import Script
-from ampatch.sweeps.plan import PlannedRun, make_plan, slug
-from ampatch.sweeps.variant import LEVELS, OPTIONS, parse_rows, parse_variant
+from ampatch.sweeps.plan import LEVELS, OPTIONS, PlannedRun, make_plan, parse_rows, parse_variant, slug
 
 # What a script passes beside its own level would contradict another one.
 PURE = dict.fromkeys(
@@ -199,17 +198,17 @@ def test_a_script_that_takes_the_seed_gets_that_of_the_run_and_keeps_its_own_see
 
 def test_a_run_is_told_what_the_plan_says_and_survives_json(script):
     rows = parse_rows(["autocast"], ["O2 keep_fp32=head,norm* max_loss_scale=None"])
-    plan = make_plan(script, rows, seeds=2, steps=100, warmup=7)
+    plan = make_plan(script, rows, seeds=2, steps=100)
     runs = list(plan.runs())
     assert [PlannedRun.from_json(run.to_json()) for run in runs] == runs
-    assert (runs[1].script, runs[1].steps, runs[1].warmup, runs[1].shift_seeds) == (script, 100, 7, True)
+    assert (runs[1].script, runs[1].steps, runs[1].shift_seeds) == (script, 100, True)
     assert (runs[1].autocast_dtype, runs[1].overrides) == (
         plan.rows[1].autocast_dtype,
         plan.rows[1].overrides,
     )
 
 
-BAD = {"seeds": 0, "repeat": -1, "warmup": -1, "steps": 1, "timeout": float("nan"), "tolerance": -0.1}
+BAD = {"seeds": 0, "repeat": -1, "steps": 1, "timeout": float("nan")}
 
 
 def test_a_plan_refuses_all_numbers_that_cannot_work_at_once(script):
@@ -217,8 +216,7 @@ def test_a_plan_refuses_all_numbers_that_cannot_work_at_once(script):
         make_plan(script, parse_rows(["O0"]), **BAD)
     assert str(caught.value) == (
         "seeds 0: expected 1 or more; repeat -1: expected 1 or more; steps 1: expected 2 or more: times are "
-        "from step to step; warmup -1: expected a number of steps, 0 or more; timeout nan: expected seconds, "
-        "more than 0; tolerance -0.1: expected spreads of O0, 0 or more"
+        "from step to step; timeout nan: expected seconds, more than 0"
     )
     for name, value, said in [
         ("timeout", 0, "timeout 0: "),

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from ampatch.apex.script import Script
-from ampatch.sweeps.files import to_plain
+from ampatch.sweeps import runner
 from ampatch.sweeps.plan import PlannedRun
-from ampatch.sweeps.processes import runner
-from ampatch.sweeps.processes.runner import execute
+from ampatch.sweeps.results import to_plain
 from ampatch.sweeps.rows import Ending
+from ampatch.sweeps.runner import execute
 from ampatch.tools import process as processes
-from ampatch.tools.stop import Stop
+from ampatch.tools.process import Stop
 from helpers import is_alive, wait_until
 
 STEPPED = {"initialized": True, "steps": 12}

@@ -18,8 +18,8 @@ from ampatch import AmpValueError
 from ampatch.tools import process as processes
 from ampatch.tools.folder import HELD, temporary_folder
 from ampatch.tools.log_file import last_lines, line_of
+from ampatch.tools.process import SIGNALS, noting_signals
 from ampatch.tools.seeds import SHIFT, set_seeds, shifted_seeds
-from ampatch.tools.stop import SIGNALS, noting_signals
 from helpers import is_alive, wait_until
 
 # ---- Seeds ----

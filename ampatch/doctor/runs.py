@@ -16,8 +16,7 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.run import Run
 from ampatch.doctor.suspects import find_suspects
 from ampatch.tools.folder import HELD
-from ampatch.tools.process import START, child_process, wait
-from ampatch.tools.stop import noting_signals
+from ampatch.tools.process import START, child_process, noting_signals, wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
 
-from ampatch import AmpValueError
-from ampatch.sweeps.environment import collect, with_device
-from ampatch.sweeps.judge.summary import summarize
+import torch
+
+from ampatch import AmpValueError, __version__
+from ampatch.sweeps.judge.advice import summarize
+from ampatch.sweeps.measure.load import find_cpus, read_text
 from ampatch.sweeps.plan import Plan, PlannedRun
-from ampatch.sweeps.processes.runner import Execute, execute
 from ampatch.sweeps.results import Results
-from ampatch.sweeps.rows import BASELINE, LEVELS, Ending, Run, Sweep, finished
-from ampatch.sweeps.switches import find_switches
-from ampatch.tools.stop import Stop
+from ampatch.sweeps.rows import BASELINE, LEVELS, Ending, Environment, Run, Sweep, finished
+from ampatch.sweeps.runner import Execute, execute
+from ampatch.tools.numbers import duration
+from ampatch.tools.process import Stop
 
 # Times as long as O0 has taken: a level that needs more gains nothing, whatever it comes to.
 PATIENCE = 2
@@ -30,6 +37,13 @@ class SweepProgress:
     done: int  # runs, those that were left out as well
     total: int
     left: float | None  # seconds that the rest takes, None if that is not known yet
+
+    def __str__(self) -> str:
+        if self.record is None:
+            return self.name
+        left = f", about {duration(self.left)} left" if self.left and self.done < self.total else ""
+        took = duration(self.record.seconds)
+        return f"{self.name}: {self.record.outcome} after {took} ({self.done} of {self.total}{left})"
 
 
 Show = Callable[[SweepProgress], None]
@@ -46,7 +60,7 @@ class SweepCampaign:
         self._plan = plan
         self._results = results
         self._stop = stop
-        self._environment = collect(plan.script)
+        self._environment = collect()
 
     def carry_out(self, show: Show) -> None:
         """Executes run after run until the last one or until it is stopped, and saves what was measured.
@@ -131,7 +145,8 @@ def validate_first(record: Run, plan: Plan) -> None:
     if not record.initialized:
         raise AmpValueError(
             f"'{name}' never called initialize (or did so with enabled=False, or in another process), so "
-            f"every level would be the same: {how_to_initialize(plan)}{log}"
+            "every level would be the same: add the line `amp.initialize(model, optimizer)`, or give the "
+            f"option of the script that turns mixed precision on after --, as in `-- --fp16`{log}"
         )
     raise AmpValueError(
         f"'{name}' called initialize, but no optimizer that it got made a step at {record.row}, so "
@@ -139,11 +154,63 @@ def validate_first(record: Run, plan: Plan) -> None:
     )
 
 
-def how_to_initialize(plan: Plan) -> str:
-    """Says what would have a script call `initialize`: an option of its own, or a line more."""
-    switches = find_switches(plan.script)
-    if not switches:
-        return "add the line `amp.initialize(model, optimizer)`"
-    line = shlex.join([*plan.script.arguments, *switches[0].split()])
-    others = f" (or {', '.join(switches[1:])})" if switches[1:] else ""
-    return f"it has the option {switches[0]}{others}: end the command with `-- {line}`"
+# ---- Where a sweep runs: versions, machine and command, for the reader of its files ----
+
+CPUS = Path("/proc/cpuinfo")
+HALF_FLAGS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "asimdhp", "bf16")
+
+
+def collect() -> Environment:
+    """Looks around; what cannot be found out is left out, and nothing raises."""
+    return Environment(
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=command_as_typed(),
+        device="cpu",
+        **describe_machine(),
+    )
+
+
+def describe_machine() -> dict[str, object]:
+    """Returns the versions and the processor of this process: fields of an `Environment`."""
+    return {
+        "ampatch": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": find_cpu(),
+        "cores": len(find_cpus()),
+        "threads": torch.get_num_threads(),
+        "half": find_half_flags(),
+    }
+
+
+def command_as_typed() -> str:
+    """Returns the command line of this process; of a notebook, which nobody started by one, nothing.
+
+    Texts of many lines, as `python -c` takes, are left out.
+    """
+    if "ipykernel" in sys.modules:
+        return ""
+    first, *words = sys.orig_argv or ["python"]
+    if words and Path(words[0]).stem == "ampatch":  # the script that pip made
+        first, *words = words
+    name = Path(first).stem if os.name == "nt" else Path(first).name
+    return shlex.join([name, *("..." if "\n" in word else word for word in words)])
+
+
+def with_device(environment: Environment, runs: Iterable[Run]) -> Environment:
+    """Adds the device that the runs were on: asked for here, a GPU would lose memory to this process."""
+    return replace(environment, device=next((run.device for run in runs if run.device != "cpu"), "cpu"))
+
+
+def find_half_flags(path: Path = CPUS) -> str | None:
+    """Returns the instructions for half types that Linux says the CPU has, None elsewhere."""
+    words = set(read_text(path).split())
+    return ", ".join(flag for flag in HALF_FLAGS if flag in words) if words else None
+
+
+def find_cpu(path: Path = CPUS) -> str:
+    """Returns the name of the CPU, as Linux knows it or else as Python does."""
+    lines = [line.partition(":") for line in read_text(path).splitlines()]
+    names = [value.strip() for name, _, value in lines if name.strip() in ("model name", "Model", "cpu")]
+    return next(filter(None, [*names, platform.processor(), platform.machine()]), "unknown")

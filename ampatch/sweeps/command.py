@@ -6,16 +6,19 @@ import argparse
 import os
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP, UNSAFE_HELP
 from ampatch.apex.script import find_script
-from ampatch.sweeps.plan import DEFAULTS, LEAST, Plan, make_plan
-from ampatch.sweeps.processes.ranks import refuse_ranks
-from ampatch.sweeps.rows import LEVELS, Ending, Run
-from ampatch.sweeps.variant import list_possible, parse_rows
-from ampatch.tools.stop import noting_signals
+from ampatch.sweeps.campaign import SweepCampaign, SweepProgress, describe_machine
+from ampatch.sweeps.plan import DEFAULTS, LEAST, Plan, make_plan, parse_rows
+from ampatch.sweeps.results import find_folder, find_last, open_results, read_sweep
+from ampatch.sweeps.rows import DEFAULT_LEVELS, LEVELS, Ending, Run
+from ampatch.sweeps.runner import refuse_ranks
+from ampatch.sweeps.show import terminal
+from ampatch.tools.process import noting_signals
 
 SUMMARY = "train a script at several opt levels and compare speed, memory and accuracy"
 USAGE = """ampatch sweep [OPTIONS] SCRIPT [-- ARGS...]
@@ -28,7 +31,7 @@ success, 1 a run failed, 2 bad input, 130 after Ctrl-C."""
 OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "levels": (
         {"metavar": "L,..."},
-        f"levels, by commas; default: those of {','.join(LEVELS)} that run here, cut short if they are slow",
+        f"levels, by commas, of {','.join(LEVELS)}; default: all but O6, cut short if they are slow",
     ),
     "variant": (
         {"metavar": "'L NAME=VALUE...'", "action": "append"},
@@ -53,17 +56,9 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "device": ({"choices": ["cpu"]}, DEVICE_HELP),
     "legacy": ({}, LEGACY_HELP),
     "unsafe-load": ({}, UNSAFE_HELP),
-    "warmup": (
-        {"metavar": "N", "type": int},
-        f"do not time the first N steps of a run, or half of a short run; default: {DEFAULTS.warmup}",
-    ),
-    "tolerance": (
-        {"metavar": "T", "type": float},
-        f"how far from O0 still counts as the same, in spreads of O0; default: {DEFAULTS.tolerance}",
-    ),
     "out": (
         {"metavar": "DIR"},
-        "write sweep.json, .csv, .html and logs there; default: the next free ampatch-sweep",
+        "write sweep.json, sweep.html and logs there; default: the next free ampatch-sweep",
     ),
 }
 
@@ -86,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         if os.environ["RANK"] == "0":
             raise
         return 2  # and rank 0 says why
-    levels = ",".join(list_possible()) if arguments.levels is None else arguments.levels
-    rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
+    levels = DEFAULT_LEVELS if arguments.levels is None else arguments.levels.split(",")
+    rows = parse_rows([level.strip() for level in levels], arguments.variant or ())
     given = {name: value for name in (*LEAST, "isolate") if (value := getattr(arguments, name)) is not None}
     in_full = arguments.levels is not None
     plan = make_plan(find_script(arguments), rows, in_full=in_full, **given)
@@ -96,31 +91,43 @@ def run(arguments: argparse.Namespace) -> int:
 
 def sweep(plan: Plan, out: str | None, *, resume: bool = False) -> int:
     """Carries out the plan, writes and shows what came of it; returns the exit status."""
-    from ampatch.sweeps.campaign import SweepCampaign
-    from ampatch.sweeps.results import find_folder, find_last, open_results
-    from ampatch.sweeps.show import terminal
-
     out = out or (find_last() if resume else find_folder())
     made = runs_to_keep(out, plan) if resume else ()
-    # A reader that goes away, or a disk that is full, must not end what took hours.
-    shown, say = terminal.Printer(sys.stdout), terminal.Printer(sys.stderr)
+    failed: OSError | None = None  # a reader that goes away must not end what took hours
     with noting_signals() as stop, open_results(out, keep=resume) as results:
         campaign = SweepCampaign(plan, results, stop, made=made)
-        campaign.carry_out(terminal.show_progress(say))
+        campaign.carry_out(show_progress)
         if campaign.records:
             result = campaign.sweep()
             try:
                 results.save(result)
             finally:
-                shown(terminal.write(result))
+                try:
+                    terminal.show(sys.stdout, terminal.write(result))
+                except OSError as error:
+                    failed = error
         for line in results.describe():
             say(line)
         if stop:
             say(f"ampatch sweep: interrupted ({stop.name})")
             if any(not record.failed for record in campaign.records):
-                say(f"go on with: {resuming_command(out)}")
-    shown.raise_error()
+                say(f"to go on, add to the command: --resume --out {shlex.quote(str(out))}")
+    if failed is not None and not isinstance(failed, BrokenPipeError):
+        raise AmpError(f"the table could not be printed: {failed.strerror}")
+    if failed is not None:
+        raise failed
     return stop.status or int(any(record.failed for record in campaign.records))
+
+
+def say(text: str) -> None:
+    """Prints lines for the user, not for what reads the table."""
+    with suppress(OSError):
+        terminal.show(sys.stderr, text)
+
+
+def show_progress(now: SweepProgress) -> None:
+    if now.record is not None:
+        say(terminal.printable(str(now)))
 
 
 def runs_to_keep(out: str, plan: Plan) -> tuple[Run, ...]:
@@ -128,9 +135,6 @@ def runs_to_keep(out: str, plan: Plan) -> tuple[Run, ...]:
 
     Raises AmpValueError if it was not the same sweep: of this script, with these settings and versions.
     """
-    from ampatch.sweeps.environment import describe_machine
-    from ampatch.sweeps.files import read_sweep
-
     before = read_sweep(out)
     settings, machine = asdict(before.settings), asdict(before.environment)
     pairs = [(name, settings[name], value) for name, value in asdict(plan.settings).items()]
@@ -142,14 +146,3 @@ def runs_to_keep(out: str, plan: Plan) -> tuple[Run, ...]:
             "script, arguments, options and versions; without --resume all runs are made"
         )
     return tuple(it for it in before.records if it.outcome is not Ending.INTERRUPTED)
-
-
-def resuming_command(out: str) -> str:
-    """Returns the command line of this process with --resume."""
-    from ampatch.sweeps.environment import command_as_typed
-
-    typed = command_as_typed()
-    given = shlex.split(typed)
-    added = [] if "--resume" in given else ["--resume"]
-    added += [] if any(word.split("=")[0] == "--out" for word in given) else ["--out", out]
-    return typed.replace("sweep", shlex.join(["sweep", *added]), 1) if added else typed

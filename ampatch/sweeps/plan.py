@@ -3,21 +3,167 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import json
 import math
+import os
 import re
+import shlex
+import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ampatch import AmpValueError
-from ampatch.apex.script import STDIN, Script
-from ampatch.sweeps.processes.isolation import isolated
-from ampatch.sweeps.rows import Settings, Training
-from ampatch.sweeps.switches import find_file
-from ampatch.sweeps.variant import Value, Variant
+import torch
+
+import ampatch as amp
+from ampatch import AmpError, AmpValueError
+from ampatch.apex.script import STDIN, Script, level_overrides
+from ampatch.sweeps.rows import AUTOCAST, LEVELS, Settings, Training
+
+# ---- Rows: levels, variants of them such as `O2 loss_scale=128`, and the yardstick ----
+
+# Of `initialize`: what the script alone can give, and what changes nothing that is measured.
+NO_OPTIONS = ("models", "optimizers", "enabled", "opt_level", "num_losses", "verbosity")
+NO_OPTIONS += ("alarms", "post_mortem", "diagnose", "process_group")
+OPTIONS = tuple(name for name in inspect.signature(amp.initialize).parameters if name not in NO_OPTIONS)
+# Of torch.autocast and its scaler.
+AUTOCAST_OPTIONS = ("loss_scale", "min_loss_scale", "max_loss_scale", "dtype")
+HALF_TYPES = ("float16", "bfloat16")
+MODULES = ("keep_fp32", "float8_layers")  # which name modules of the script's
+
+Value = str | float | list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row: its name, the options given beside its level, and what `initialize` is made to use.
+
+    `autocast_dtype` is the half type of `torch.autocast`, None for a row that does without it.
+    """
+
+    name: str
+    level: str
+    options: dict[str, Value]
+    overrides: dict[str, Value]
+    autocast_dtype: str | None = None
+
+    @property
+    def autocast(self) -> bool:
+        return self.level == AUTOCAST
+
+    def validate(self) -> None:
+        """Raises AmpValueError for options that `initialize` would refuse, whatever the model.
+
+        Asks `initialize` itself, with no models. Where it is in use in this process, the run will say.
+        """
+        if not self.options or in_use():
+            return
+        overrides = {name: value for name, value in self.overrides.items() if name not in MODULES}
+        try:
+            amp.initialize([], [], verbosity=0, **overrides)
+        except AmpError as error:
+            raise AmpValueError(f"variant {self.name!r}: {error}") from None
+        amp.uninitialize()
+
+
+def in_use() -> bool:
+    """Says whether this process has called `initialize`."""
+    try:
+        amp.get_loss_scale()
+    except amp.NotInitializedError:
+        return False
+    return True
+
+
+def parse_rows(levels: Sequence[str], variants: Sequence[str] = ()) -> tuple[Variant, ...]:
+    """Reads levels and variants, and puts the yardstick last; none of them starts `initialize`.
+
+    >>> [row.name for row in parse_rows(["autocast", "O0"], ["O2  loss_scale=128"])]
+    ['O0', 'O2 loss_scale=128', 'autocast']
+    """
+    rows = [parse_variant(text) for text in (*levels, *variants)]
+    if not rows:
+        raise AmpValueError(f"no levels: expected one or more of {', '.join(LEVELS)}")
+    for place, row in enumerate(rows):
+        if any((row.level, row.options) == (other.level, other.options) for other in rows[:place]):
+            raise AmpValueError(f"{row.name!r} is given twice: name each level and each variant once")
+    return tuple(sorted(rows, key=lambda row: row.autocast))
+
+
+def parse_variant(text: str) -> Variant:
+    """Reads a level and the arguments of `initialize` that follow it, as a shell splits them.
+
+    >>> parse_variant("O2 keep_fp32=head,norm* loss_scale=128").options
+    {'keep_fp32': ['head', 'norm*'], 'loss_scale': '128'}
+    """
+    try:
+        level, *words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise AmpValueError(f"variant {text!r}: {error}: expected a level and NAME=VALUE") from None
+    if level not in LEVELS:
+        meant = AUTOCAST if level.lower() == AUTOCAST else level.upper().replace("0", "O", 1)
+        hint = f" (did you mean {meant!r}?)" if meant in LEVELS else ""
+        raise AmpValueError(f"unknown opt_level {level!r}{hint}: expected one of {', '.join(LEVELS)}")
+    name = " ".join([level, *words])
+    options: dict[str, Value] = {}
+    for word in words:
+        option, value = parse_option(name, level, word)
+        if option in options:
+            raise AmpValueError(f"variant {name!r}: {option} is given twice")
+        options[option] = value
+    if level == AUTOCAST:
+        return make_autocast(name, options)
+    return Variant(name, level, options, level_overrides(level) | options)
+
+
+def make_autocast(name: str, options: dict[str, Value]) -> Variant:
+    """Makes the yardstick: float32 to us, torch.autocast's casts around it, scaled as they need it.
+
+    At O1 and O4 without their casts, since O0 casts the model's outputs to float32.
+    """
+    half = str(options.get("dtype") or default_half()).removeprefix("torch.")
+    if half not in HALF_TYPES:
+        raise AmpValueError(f"variant {name!r}: dtype {half!r}: expected {' or '.join(HALF_TYPES)}")
+    level = "O1" if half == "float16" else "O4"
+    others = {option: value for option, value in options.items() if option != "dtype"}
+    overrides = level_overrides(level) | {"patch_torch_functions": "False"} | others
+    return Variant(name, AUTOCAST, options, overrides, half)
+
+
+def default_half() -> str:
+    """Returns the half type that torch.autocast itself takes, on a GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def parse_option(name: str, level: str, word: str) -> tuple[str, Value]:
+    """Reads `option=value`."""
+    option, sign, value = word.partition("=")
+    good = AUTOCAST_OPTIONS if level == AUTOCAST else OPTIONS
+    if option not in good:
+        raise AmpValueError(f"variant {name!r}: {level} has no option {option!r}: expected {', '.join(good)}")
+    if not sign or not value:
+        raise AmpValueError(f"variant {name!r}: {word!r} has no value: expected {option}=VALUE")
+    try:
+        return option, read_value(option, value)
+    except ValueError:
+        raise AmpValueError(f"variant {name!r}: {word!r}: expected a number") from None
+
+
+def read_value(option: str, text: str) -> Value:
+    """Reads what `initialize` does not read from a string, as scripts get them from argparse."""
+    if option in MODULES:
+        return [pattern.strip() for pattern in text.split(",") if pattern.strip()]
+    if option in ("min_loss_scale", "max_loss_scale"):
+        return None if text == "None" else float(text)
+    return text
+
+
+# ---- Runs ----
 
 SEED, LEVEL = "{seed}", "{level}"  # in the script's arguments
 LONGEST_SLUG = 100
@@ -29,10 +175,8 @@ LEAST = {
     "seeds": (1, "1 or more"),
     "repeat": (1, "1 or more"),
     "steps": (2, "2 or more: times are from step to step"),
-    "warmup": (0, "a number of steps, 0 or more"),
     "timeout": (MORE_THAN_0, "seconds, more than 0"),
     "nproc_per_node": (1, "1 or more"),
-    "tolerance": (0, "spreads of O0, 0 or more"),
 }
 
 
@@ -55,7 +199,6 @@ class PlannedRun:
     autocast_dtype: str | None = None
     shift_seeds: bool = True
     steps: int | None = None
-    warmup: int = DEFAULTS.warmup
     nproc_per_node: int | None = None  # ranks, which torch.distributed.run starts
     isolate: bool = False
     earlier: tuple[Training, ...] = ()  # runs of the sweep, whose files it must not read
@@ -74,7 +217,6 @@ class PlannedRun:
         return {"row": self.row, "seed": self.seed, "repeat": self.repeat}
 
     def to_json(self) -> str:
-        """Writes the run as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -90,15 +232,12 @@ class PlannedRun:
 def slug(row: str) -> str:
     """Returns a row's name as it can stand in a file's name; no two rows share one.
 
-    >>> slug("O2 keep_batchnorm_fp32=False loss_scale=128")
-    'O2-keep_batchnorm_fp32-False-loss_scale-128'
-    >>> slug("O2 keep_fp32=head,norm*")
-    'O2-keep_fp32-head-norm-05e0a8e0'
+    >>> slug("O2"), slug("O2 keep_fp32=head,norm*")
+    ('O2', 'O2-keep_fp32-head-norm-05e0a8e0')
     """
-    plain = re.sub(r"[ =]", "-", row)
-    if re.fullmatch(r"[\w.-]*", plain, re.ASCII) and "-" not in row and len(plain) <= LONGEST_SLUG:
-        return plain
-    readable = re.sub(r"[^\w.]+", "-", plain, flags=re.ASCII).strip("-")[:LONGEST_SLUG]
+    if row in LEVELS:
+        return row
+    readable = re.sub(r"[^\w.]+", "-", row, flags=re.ASCII).strip("-")[:LONGEST_SLUG]
     return f"{readable}-{zlib.crc32(row.encode()):08x}"
 
 
@@ -164,7 +303,6 @@ class Plan:
             autocast_dtype=row.autocast_dtype,
             shift_seeds=not any(SEED in argument for argument in given),
             steps=self.settings.steps,
-            warmup=self.settings.warmup,
             nproc_per_node=self.settings.nproc_per_node,
             isolate=self.settings.isolate,
         )
@@ -181,16 +319,66 @@ def replace_words(argument: str, words: Mapping[str, object]) -> str:
     return argument
 
 
-def make_plan(script: Script, rows: tuple[Variant, ...], title: str = "", **asked: float | None) -> Plan:
-    """Makes a plan; `title` is the name of what is run, if that is no script to its user."""
-    name = title or (f"-m {script.name}" if script.is_module else script.name)
-    arguments = () if title else script.arguments
-    digest = "" if title else digest_of(script)
-    settings = Settings(name, arguments, tuple(row.name for row in rows), digest=digest, **asked)
-    return Plan(script, rows, settings)
+def make_plan(script: Script, rows: tuple[Variant, ...], **asked: float | None) -> Plan:
+    """Makes a plan of what was asked for: numbers of `Settings`."""
+    name = f"-m {script.name}" if script.is_module else script.name
+    names = tuple(row.name for row in rows)
+    return Plan(script, rows, Settings(name, script.arguments, names, digest=digest_of(script), **asked))
+
+
+def find_file(script: Script) -> Path:
+    """Returns the file that is run; of a module, the one that is to be found from the working directory."""
+    path = Path(*script.name.split(".")) if script.is_module else Path(script.name)
+    if path.is_dir():
+        return path / "__main__.py"
+    return path.with_suffix(".py") if script.is_module else path
 
 
 def digest_of(script: Script) -> str:
     """Returns what tells the text of a script from others; empty where there is no file to read."""
     path = find_file(script)
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+
+
+# ---- A copy of the working directory for each run, so that all find what the first one found ----
+
+MOST_BYTES = 2**30  # of a copy, for each run in turn
+LEFT_OUT = ("__pycache__", ".git", "ampatch-sweep", "ampatch-sweep-*", "ampatch-run-*")
+ignore = shutil.ignore_patterns(*LEFT_OUT)
+
+
+def isolated(script: Script) -> Script:
+    """Returns the script as a run finds it in its copy of the working directory.
+
+    Raises AmpValueError if it is not in that folder, or if the folder is too large to be copied.
+    """
+    here = Path.cwd()
+    path = Path(script.name).absolute()
+    if not script.is_module and not path.is_relative_to(here):
+        raise AmpValueError(
+            f"--isolate copies the working directory for each run, and {script.name!r} is not in it: start "
+            "the sweep in the folder of the script"
+        )
+    size = sum(sizes_below(here))
+    if size > MOST_BYTES:
+        raise AmpValueError(
+            f"--isolate copies the working directory for each run, which holds {size / 2**30:.1f} GiB: "
+            f"expected {MOST_BYTES / 2**30:.0f} GiB at the most; put a symbolic link in the place of the "
+            "data, or give each run files of its own by {run} in the arguments of the script"
+        )
+    return script if script.is_module else replace(script, name=str(path.relative_to(here)))
+
+
+def sizes_below(folder: Path) -> Iterator[int]:
+    """Yields the sizes of the files that would be copied."""
+    for place, below, names in os.walk(folder):
+        skipped = ignore(place, [*below, *names])
+        below[:] = [name for name in below if name not in skipped]
+        for name in set(names) - skipped:
+            with suppress(OSError):
+                yield os.lstat(os.path.join(place, name)).st_size
+
+
+def copy_working_directory(target: Path) -> Path:
+    """Copies the files with their times, which tell what is from before the sweep."""
+    return Path(shutil.copytree(Path.cwd(), target, symlinks=True, ignore=ignore))

@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ampatch import OPT_LEVELS
-from ampatch.tools.numbers import ASCII
+from ampatch.tools import numbers
 
 AUTOCAST = "autocast"
 BASELINE = "O0"
 LEVELS = (*OPT_LEVELS, AUTOCAST)
+# O6 needs a package and a GPU that few have: who has them names it.
+DEFAULT_LEVELS = tuple(name for name in LEVELS if name != "O6")
 LAST_LOSSES = 10  # that the final loss is the mean of
+WARMUP = 5  # steps of a run that are not timed
+TOLERANCE = 2.0  # spreads of O0 within which a level is as accurate
 
 
 class Word(str, Enum):
@@ -80,11 +84,9 @@ class Run:
     Times are milliseconds a step, without the warm-up: the median, and its quartiles over `timed` steps. A
     step ends where an optimizer steps that has stepped in it before: with one optimizer, at each of its
     steps. `skipped` are the steps that an overflow skipped. `memory` says which memory `peak_mib` is:
-    "resident" or "device", `kept_mib` what the tensors take that training keeps from step to step:
-    parameters, masters, gradients, the optimizer's state, and the casts of weights that O1 and O4 keep.
-    Losses are kept by their `loss_id`, loss scales by the number of their scaler (where they changed),
-    metrics by name. `first_loss` and `final_loss` are means of the first and the last losses, `loss_noise`
-    the standard error of the latter, `start` some weights before the first step.
+    "resident" or "device". Losses are kept by their `loss_id`, metrics by name. `first_loss` and
+    `final_loss` are means of the first and the last losses, `loss_noise` the standard error of the latter,
+    `start` some weights before the first step.
 
     Of what others took while it trained, `busy` is the part of the time of the processors that it may use, 0
     where enough was left; `waited` what the thread that waited most had none of them, though it wanted one;
@@ -112,13 +114,11 @@ class Run:
     timed: int = 0
     memory: str = "resident"
     peak_mib: float | None = None
-    kept_mib: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
     loss_noise: float | None = None
     loss_scale: float | None = None  # the last one, of several scalers the smallest
     losses: dict[str, Curve] = field(default_factory=dict)
-    loss_scales: dict[str, Curve] = field(default_factory=dict)
     metrics: dict[str, Curve] = field(default_factory=dict)
     start: tuple[float, ...] = ()
     busy: float | None = None
@@ -140,7 +140,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Names the run among those of its sweep."""
         return f"{self.row} seed {self.seed}" + (f" repeat {self.repeat}" if self.repeat else "")
 
     @property
@@ -211,24 +210,21 @@ class Level:
     memory: float | None
     skipped: float | None  # steps, on average in a run
     loss_scale: float | None
-    kept_mib: float | None
-    processor_ms: float | None
     disturbed: str = ""
 
     @property
     def is_autocast(self) -> bool:
-        """Says whether it is the yardstick, or a variant of it."""
         return self.name.split()[:1] == [AUTOCAST]
 
     def describe(self, width: int = 0) -> str:
         """Writes the level in a line; its name takes so many characters."""
         parts = [self.name.ljust(width)]
         if self.step_ms is not None:
-            parts.append(f"{ASCII.number(self.step_ms)} ms a step")
+            parts.append(f"{numbers.number(self.step_ms)} ms a step")
         if self.speed is not None:
-            parts.append(ASCII.ratio(self.speed))
+            parts.append(numbers.ratio(self.speed))
         values = [("loss", self.loss), *self.metrics.items()]
-        parts += [f"{name} {ASCII.short(it.value)}" for name, it in values if it.value is not None]
+        parts += [f"{name} {numbers.short(it.value)}" for name, it in values if it.value is not None]
         return "  ".join([*parts, ": ".join(filter(None, (self.verdict, self.reason)))])
 
 
@@ -246,9 +242,7 @@ class Settings:
     seeds: int = 1
     repeat: int = 1
     steps: int | None = None
-    warmup: int = 5
     timeout: float | None = None
-    tolerance: float = 2.0
     nproc_per_node: int | None = None
     isolate: bool = False
     in_full: bool = False
@@ -256,7 +250,6 @@ class Settings:
 
     @property
     def runs(self) -> int:
-        """Returns how many runs there are to make."""
         return len(self.rows) * self.seeds * self.repeat
 
 
@@ -266,7 +259,6 @@ class Environment:
 
     created: str  # ISO 8601, with the time zone
     command: str
-    commit: str | None  # of the repository that the script is in; with "+" if it had changes
     ampatch: str
     torch: str
     python: str
@@ -308,7 +300,6 @@ class Sweep:
         return "\n".join([*(row.describe(width) for row in self.rows), self.recommendation.reason])
 
     def _repr_html_(self) -> str:
-        """Shows a notebook what `str` writes."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
 

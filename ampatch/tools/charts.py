@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ampatch.tools.numbers import TYPESET
+from ampatch.tools.numbers import number, short, typeset
 
 WIDTH, HEIGHT = 360, 160  # of a chart, in CSS pixels on a phone of 390
 LEFT, RIGHT, FOOT, HEAD = 60, 20, 34, 6  # margins, which hold the numbers
@@ -27,7 +27,6 @@ class Points:
 
     @property
     def finite(self) -> NDArray[np.float64]:
-        """Returns the values that there are."""
         return self.values[np.isfinite(self.values)]
 
     @property
@@ -42,7 +41,8 @@ class Points:
         if not self.finite.size:
             return "no finite value"
         after = [f", no finite value after step {step:,.0f}" for step in self.break_off.steps]
-        return f"from {TYPESET.number(self.finite[0])} to {TYPESET.number(self.finite[-1])}{''.join(after)}"
+        first, last = (typeset(number(it)) for it in self.finite[[0, -1]])
+        return f"from {first} to {last}{''.join(after)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,6 @@ class Chart:
 
 
 def draw(
-    title: str,
     curves: Sequence[tuple[Points, str, float]],
     crosses: Points,
     shown: tuple[float, float],
@@ -72,9 +71,9 @@ def draw(
     for value in log_ticks(low, high) if is_log else ticks(low, high):
         y = f"{up(scale(value)):.1f}"
         parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="{GRID}"/>')
-        parts.append(text(LEFT - 6, f"{float(y) + 4:.1f}", TYPESET.short(value), "end"))
+        parts.append(text(LEFT - 6, f"{float(y) + 4:.1f}", typeset(short(value)), "end"))
     for value in (it for it in ticks(*steps) if it == int(it)):
-        parts.append(text(f"{across(value):.1f}", HEIGHT - FOOT + 15, TYPESET.short(value), "middle"))
+        parts.append(text(f"{across(value):.1f}", HEIGHT - FOOT + 15, typeset(short(value)), "middle"))
     parts.append(text(WIDTH - RIGHT, HEIGHT - 4, "step", "end"))
     parts.append(f'<path d="M{LEFT} {HEIGHT - FOOT}H{WIDTH - RIGHT}" stroke="{MUTED}"/>')
     for points, colour, width in curves:
@@ -93,7 +92,6 @@ def draw(
 
 
 def place(first: float, last: float, start: float, end: float) -> Callable[[NDArray], NDArray]:
-    """Returns what puts numbers between two places."""
     return lambda value: start + (value - first) / ((last - first) or 1.0) * (end - start)
 
 
@@ -107,7 +105,6 @@ def path_of(xs: NDArray[np.float64], ys: NDArray[np.float64]) -> Iterator[str]:
 
 
 def text(x: object, y: object, words: str, anchor: str) -> str:
-    """Writes a number beside an axis."""
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{MUTED}">{words}</text>'
 
 

@@ -6,10 +6,11 @@ import importlib
 import importlib.util
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePath
 
+from ampatch.tools import numbers
 from ampatch.tools.log_file import ESCAPES
-from ampatch.tools.numbers import TYPESET
 
 HERE = Path(__file__).parent
 NO_CHARTS = "There are no charts, since NumPy is not installed: pip install numpy"
@@ -43,7 +44,16 @@ def render(folder: Path, script: str, charts: list | None, **values: object) -> 
     )
     pages.filters.update(breakable=breakable)
     values |= {"script": PurePath(script).name or script, "charts": charts, "no_charts": NO_CHARTS}
-    return pages.get_template("page.html.j2").render(n=TYPESET, **values)
+    return pages.get_template("page.html.j2").render(n=TypesetNumbers(), **values)
+
+
+class TypesetNumbers:
+    """The functions of `numbers`, as pages print what they write."""
+
+    nothing = numbers.typeset(numbers.NOTHING)
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        return lambda *values: numbers.typeset(getattr(numbers, name)(*values))
 
 
 def clean(value: object) -> object:

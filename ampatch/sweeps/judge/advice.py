@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from ampatch.sweeps.judge.conditions import BUSY, calmest, write_lost
-from ampatch.sweeps.judge.metric_names import most_important
-from ampatch.sweeps.judge.statistics import compared_metrics, divide
+from ampatch.sweeps.judge.statistics import (
+    compared_metrics,
+    distances,
+    divide,
+    mean,
+    median_of,
+    most_important,
+    pooled_times,
+)
+from ampatch.sweeps.judge.verdict import BUSY, calmest, judge, select_alike, write_lost
 from ampatch.sweeps.rows import (
     AUTOCAST,
     BASELINE,
@@ -17,18 +27,16 @@ from ampatch.sweeps.rows import (
     Recommendation,
     Run,
     Settings,
+    Sweep,
     Verdict,
     find_level,
     finished,
 )
-from ampatch.tools.numbers import ASCII
+from ampatch.tools import numbers
 
 # Less is not worth a change of numerics, and hardly told apart from chance.
 FASTER = 1.02
 LESS_MEMORY = 0.05
-# Other programs empty the caches, which costs half types more: where they took 80 % of a run's time, O4
-# needed 1.4 times the processors' time of O0, and on an idle machine as much. What is beyond that is its own.
-CLEARLY_MORE = 1.5
 SMALL_STEP = 10.0  # ms; in a shorter one there is little arithmetic to speed up
 JUDGED = (Verdict.SAME, Verdict.WORSE, Verdict.UNSURE)
 WITHOUT = "Without O0 there is nothing to compare with"
@@ -63,17 +71,14 @@ def advise(
 
 
 def take(row: Level, reason: str) -> Advice:
-    """Advises to take a level."""
     return Outcome.TAKE, row.name, reason
 
 
 def stay(reason: str) -> Advice:
-    """Advises to stay at O0."""
     return Outcome.STAY, BASELINE, reason
 
 
 def unknown(reason: str) -> Advice:
-    """Says that nothing can be told, and what to do."""
     return Outcome.UNKNOWN, None, reason
 
 
@@ -106,12 +111,6 @@ def choose(
     lost = calmest(finished(runs, BASELINE)).lost
     disturbed = not faster and any(row.disturbed for row in same)
     if best and (disturbed or lost[0] >= BUSY):
-        if not faster and all(takes_more(row, o0, environment) for row in same):
-            unsure = next((row.disturbed for row in same if row.disturbed), write_lost(*lost))
-            return stay(
-                f"{why_slow(environment, rows)} {describe(best, o0)}, and every level needs far more of the "
-                f"processors' time as well. How much exactly cannot be told: {unsure}."
-            )
         if disturbed:
             return unknown(f"{about_disturbed(others)} {ALONE}, with --repeat 5.")
         return unknown(f"Too noisy to tell: {describe(best, o0)}, and {write_lost(*lost)}. {ALONE}.")
@@ -148,9 +147,10 @@ def say_slow(o0: Level, best: Level, environment: Environment, rows: Sequence[Le
         if any(row.is_autocast and (row.speed or 0) > (best.speed or 0) for row in rows)
         else ""
     )
+    speed = numbers.ratio(divide(o0.step_ms, best.step_ms))
     return (
-        f"{first}No level with the accuracy of O0 is faster by {ASCII.percent(FASTER - 1)} or more: the "
-        f"fastest{but}, {best.name}, runs at {ASCII.ratio(divide(o0.step_ms, best.step_ms))} the speed of O0."
+        f"{first}No level with the accuracy of O0 is faster by {numbers.percent(FASTER - 1)} or more: the "
+        f"fastest{but}, {best.name}, runs at {speed} the speed of O0."
     )
 
 
@@ -188,32 +188,19 @@ def is_open(row: Level, o0: Level, *, is_alone: bool) -> bool:
     return row.verdict is Verdict.UNSURE and may_be_faster
 
 
-def takes_more(row: Level, o0: Level, environment: Environment) -> bool:
-    """Says whether a level is slower than O0 by its quartiles, and by far by what it needs of the processors.
-
-    That does not grow while it waits for others. A GPU's work is not in it.
-    """
-    slower = row.step_ms_low > o0.step_ms_high and environment.device == "cpu"
-    return (
-        slower
-        and None not in (row.processor_ms, o0.processor_ms)
-        and (row.processor_ms >= CLEARLY_MORE * o0.processor_ms)
-    )
-
-
 # ---- Sentences ----
 
 
 def describe(row: Level, o0: Level, kind: str = "") -> str:
     """Says how fast a row is, beside O0, by its quartiles, or by medians with the memory that it saves."""
     if kind:
-        times = " against ".join(ASCII.number(it.step_ms) for it in (row, o0))
+        times = " against ".join(numbers.number(it.step_ms) for it in (row, o0))
         saves = row.memory is not None and row.memory <= 1 - LESS_MEMORY
         also = f", with {100 * (1 - row.memory):.0f} % less memory" if saves else ""
     else:
-        spans = [f"{ASCII.number(it.step_ms_low)} to {ASCII.number(it.step_ms_high)}" for it in (row, o0)]
+        spans = [f"{numbers.number(it.step_ms_low)} to {numbers.number(it.step_ms_high)}" for it in (row, o0)]
         times, also = " against ".join(spans), ""
-    speed = ASCII.ratio(divide(o0.step_ms, row.step_ms))
+    speed = numbers.ratio(divide(o0.step_ms, row.step_ms))
     return f"{row.name} runs at {speed} the speed of O0 ({times} ms a step){also}"
 
 
@@ -222,12 +209,11 @@ def accuracy(row: Level) -> str:
     compared = [name for name, it in row.metrics.items() if it.spreads is not None]
     name = most_important(compared) or "loss"
     it = row.metrics[name] if compared else row.loss
-    far = "" if it.unit == "percent" else f" ({ASCII.signed(it.spreads)} spreads)"
-    return f"{name} {ASCII.short(it.value)} against {ASCII.short(it.baseline)}{far}"
+    far = "" if it.unit == "percent" else f" ({numbers.signed(it.spreads)} spreads)"
+    return f"{name} {numbers.short(it.value)} against {numbers.short(it.baseline)}{far}"
 
 
 def unknown_or(row: Level) -> str:
-    """Writes the verdict about a row in a sentence."""
     return f"unknown ({row.reason})" if row.verdict is Verdict.UNKNOWN else row.verdict.value
 
 
@@ -235,7 +221,7 @@ def why_open(rows: Sequence[Level]) -> str:
     """Says of which levels it is open whether they are as good as O0, and why."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
-        fast = f"{row.name} runs at {ASCII.ratio(row.speed)} the speed of O0" if row.speed else row.name
+        fast = f"{row.name} runs at {numbers.ratio(row.speed)} the speed of O0" if row.speed else row.name
         reasons.setdefault(row.reason, []).append(fast)
     return ". ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
 
@@ -245,7 +231,7 @@ def why_slow(environment: Environment, rows: Sequence[Level]) -> str:
     names = [row.name for row in rows if row.step_ms and row.name != BASELINE and not row.is_autocast]
     slow, on_cpu = [name for name in names if not is_bfloat16(name)], environment.device == "cpu"
     step = next((row.step_ms for row in rows if row.name == BASELINE and row.step_ms), SMALL_STEP)
-    small = f"a step of {ASCII.number(step)} ms has only small products"
+    small = f"a step of {numbers.number(step)} ms has only small products"
     reasons = {
         f"float16 is slow on a CPU: {', '.join(slow)}": on_cpu and slow,
         "O6 only emulates float8 on a CPU": on_cpu and any(name.startswith("O6") for name in names),
@@ -282,7 +268,7 @@ def about_autocast(chosen: Level, rows: Sequence[Level]) -> str:
         return ""
     but = "" if best.verdict is Verdict.SAME else f", but is {best.verdict} ({best.reason})"
     name = "torch.autocast" if best.name == AUTOCAST else f"torch.autocast ({best.name})"
-    return f"{name} runs at {ASCII.ratio(speed)} the speed of {chosen.name}{but}."
+    return f"{name} runs at {numbers.ratio(speed)} the speed of {chosen.name}{but}."
 
 
 def about_disturbed(others: Sequence[Level]) -> str:
@@ -318,3 +304,75 @@ def about_the_rest(settings: Settings, runs: Sequence[Run]) -> str:
     made = sum(run.outcome is not Ending.INTERRUPTED for run in runs if run.row not in over)
     planned = settings.runs - len(over) * settings.seeds * settings.repeat
     return f"Only {made} of {planned} runs were made." if made < planned else ""
+
+
+def summarize(settings: Settings, environment: Environment, runs: Sequence[Run]) -> Sweep:
+    """Returns the sweep that these runs make, which may be any part of those that were planned.
+
+    The levels are those of the settings, also where no run of them was made, and in their order.
+    """
+    names = dict.fromkeys([*settings.rows, *(run.row for run in runs)])
+    # By seed and repeat, so that the order in which they came changes nothing.
+    ordered = sorted(runs, key=lambda run: (run.seed, run.repeat))
+    baseline = finished(ordered, BASELINE)
+    yardstick = [run for run in finished(ordered, AUTOCAST) if not (run.uncast or run.read)]
+    levels = []
+    for name in names:
+        own = [run for run in ordered if run.row == name]
+        done = baseline if name == BASELINE else finished(own)
+        # The yardstick is not measured by itself.
+        moved = () if name.split()[:1] == [AUTOCAST] else yardstick
+        found = distances(done, baseline, moved)
+        verdict = judge(name, own, baseline, *found)
+        timed = select_alike([run for run in own if not run.failed], baseline)
+        levels.append(make_level(name, own, timed, found, verdict))
+    rows = add_ratios(levels)
+    return Sweep(settings, environment, tuple(runs), rows, advise(settings, environment, ordered, rows))
+
+
+def make_level(name: str, own: Sequence[Run], alike: tuple, found: tuple, verdict: tuple) -> Level:
+    """Sums up the runs of a level; without what compares it with the speed and memory of O0."""
+    runs, disturbed = alike
+    scales = [run.loss_scale for run in runs if run.loss_scale is not None]
+    resumed = next((run.resumed for run in own if run.resumed), "")
+    return Level(
+        name=name,
+        runs=len(own),
+        failed=sum(run.failed for run in own),
+        outcome=outcome_of(own),
+        verdict=verdict[0],
+        reason=verdict[1],
+        note=f"went on from {resumed!r}, which was there before the sweep, and wrote it" if resumed else "",
+        loss=found[0],
+        metrics=found[1],
+        **pooled_times(runs),
+        speed=None,
+        peak_mib=median_of(runs, "peak_mib"),
+        memory=None,
+        skipped=mean([len(run.skipped) for run in runs]),
+        # One that was in use, and not one between two: they are powers of 2.
+        loss_scale=statistics.median_low(scales) if scales else None,
+        disturbed=disturbed,
+    )
+
+
+def outcome_of(runs: Iterable[Run]) -> Ending:
+    """Returns how a level ended: well if any run did, else as most of its runs; not run is interrupted."""
+    outcomes = Counter(run.outcome for run in runs)
+    if Ending.FINISHED in outcomes:
+        return Ending.FINISHED
+    return max(outcomes, key=lambda it: (outcomes[it], it), default=Ending.INTERRUPTED)
+
+
+def add_ratios(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """Adds how fast the levels are and how much memory they need, compared with O0."""
+    o0 = find_level(levels)
+    ms, mib = (o0.step_ms, o0.peak_mib) if o0 else (None, None)
+    return tuple(
+        replace(
+            level,
+            speed=None if level.disturbed else divide(ms, level.step_ms),
+            memory=divide(level.peak_mib, mib),
+        )
+        for level in levels
+    )

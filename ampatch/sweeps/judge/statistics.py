@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import struct
 from collections import defaultdict
@@ -10,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from ampatch.sweeps.judge.metric_names import is_about_accuracy, is_lower_better
-from ampatch.sweeps.rows import Distance, Run
+from ampatch.sweeps.rows import TOLERANCE, Distance, Run
 
 # Parts of O0's value. Where seeds agree to the last digits by luck, the tiniest difference would be very many
 # spreads; where nothing is known about chance, half a percent is a guess, and a tenth is beyond it.
@@ -98,7 +98,6 @@ def divide(value: float | None, unit: float | None) -> float | None:
 
 
 def finite(value: float | None) -> float | None:
-    """Returns the value if it is a finite number, else None."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -106,7 +105,7 @@ def finite(value: float | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Quantity:
     """One quantity of a level's runs: its mean for each seed, its first value, and what chance does to it.
 
     With one seed `noise` is what the steps of a run show of chance, and `moves` what runs do: how far
@@ -120,7 +119,6 @@ class Sample:
 
     @property
     def value(self) -> float | None:
-        """Returns the mean over the seeds, None without any."""
         return mean(self.values)
 
     def spread(self) -> tuple[float | None, str]:
@@ -147,33 +145,33 @@ class Sample:
         return size if size > SMALLEST else 1.0
 
 
-def distance(sample: Sample, baseline: Sample, tolerance: float = 2.0, *, lower_is_better: bool) -> Distance:
-    """Returns how far a sample is from the baseline in the spreads of the latter; positive is better.
+def distance(own: Quantity, baseline: Quantity, *, lower_is_better: bool) -> Distance:
+    """Returns how far a quantity is from the baseline in the spreads of the latter; positive is better.
 
     Without spreads if one of the two has no finite value.
     """
     spread, unit = baseline.spread()
-    value, origin = sample.value, baseline.value
+    value, origin = own.value, baseline.value
     if spread is None or value is None or not math.isfinite(value):
         return Distance(value, origin, None, spread, unit)
     spreads = (origin - value if lower_is_better else value - origin) / spread
-    doubt = 0.0 if unit == "seeds" else doubt_of(baseline, value, unit, tolerance) / spread
+    doubt = 0.0 if unit == "seeds" else doubt_of(baseline, value, unit) / spread
     return Distance(value, origin, spreads, spread, unit, doubt)
 
 
-def doubt_of(baseline: Sample, value: float, unit: str, tolerance: float) -> float:
+def doubt_of(baseline: Quantity, value: float, unit: str) -> float:
     """Returns the difference up to which one seed cannot tell that a value is worse.
 
     That is one sample, where the values are parts of so many, and what drawing these again would change in as
     many spreads as are allowed (the deviation of a binomial). Where nothing else is known it is a tenth of
     O0's value, and where one move is known, as many spreads as a single one can tell.
     """
-    guesses = {"percent": CLEAR * baseline.size, "runs": OF_ONE_MOVE * tolerance * baseline.spread()[0]}
+    guesses = {"percent": CLEAR * baseline.size, "runs": OF_ONE_MOVE * TOLERANCE * baseline.spread()[0]}
     guess = guesses.get(unit, 0.0)
     part, count = baseline.value, count_samples(baseline.value, value)
     if not count:
         return guess
-    return max(guess, tolerance * math.sqrt(part * (1 - part) / count), 1.01 / count)
+    return max(guess, TOLERANCE * math.sqrt(part * (1 - part) / count), 1.01 / count)
 
 
 def count_samples(*values: float) -> int:
@@ -201,7 +199,7 @@ def rounding(value: float) -> float:
 
 
 def distances(
-    own: Sequence[Run], baseline: Sequence[Run], yardstick: Sequence[Run] = (), tolerance: float = 2.0
+    own: Sequence[Run], baseline: Sequence[Run], yardstick: Sequence[Run] = ()
 ) -> tuple[Distance, dict[str, Distance]]:
     """Returns the distances of the final loss and of each metric about accuracy, from runs that finished.
 
@@ -210,9 +208,9 @@ def distances(
     names = [None, *compared_metrics([*baseline, *own])]
     found = {}
     for name in names:
-        origin = with_moves(sample_of(baseline, name), baseline, yardstick, name)
+        origin = with_moves(quantity_of(baseline, name), baseline, yardstick, name)
         lower = name is None or is_lower_better(name)
-        found[name] = distance(sample_of(own, name), origin, tolerance, lower_is_better=lower)
+        found[name] = distance(quantity_of(own, name), origin, lower_is_better=lower)
     if own is baseline:
         found = {name: replace(it, spreads=None, doubt=0.0) for name, it in found.items()}
     return found.pop(None), found
@@ -227,28 +225,28 @@ def compared_metrics(runs: Iterable[Run]) -> list[str]:
     ]
 
 
-def sample_of(runs: Sequence[Run], metric: str | None = None) -> Sample:
+def quantity_of(runs: Sequence[Run], metric: str | None = None) -> Quantity:
     """Returns the final losses of runs, or the last values of a metric."""
     if metric is None:
         values = by_seed(runs, lambda it: it.final_loss)
         first = mean(by_seed(runs, lambda it: it.first_loss))
-        return Sample(values, finite(first), finite(mean(by_seed(runs, lambda it: it.loss_noise))))
+        return Quantity(values, finite(first), finite(mean(by_seed(runs, lambda it: it.loss_noise))))
     curves = [curve.values for run in runs if (curve := run.metrics.get(metric)) and curve.values]
     first = mean([values[0] for values in curves])
     noises = [deviation(values[-LAST_VALUES:]) for values in curves if len(values) >= LAST_VALUES]
-    return Sample(by_seed(runs, lambda it: it.last(metric)), finite(first), finite(mean(noises)))
+    return Quantity(by_seed(runs, lambda it: it.last(metric)), finite(first), finite(mean(noises)))
 
 
 def with_moves(
-    sample: Sample, baseline: Sequence[Run], yardstick: Sequence[Run], metric: str | None
-) -> Sample:
+    sample: Quantity, baseline: Sequence[Run], yardstick: Sequence[Run], metric: str | None
+) -> Quantity:
     """Adds how far autocast went from O0, and the repeats of O0 from each other.
 
     Those that came to the same to the last bit say that nothing was drawn, and nothing about chance.
     """
     if sample.value is None or not math.isfinite(sample.value):
         return sample
-    other = finite(sample_of(yardstick, metric).value)
+    other = finite(quantity_of(yardstick, metric).value)
     moves = [] if other is None else [abs(other - sample.value)]
     for seed in {run.seed for run in baseline}:
         own = [run.final_loss if metric is None else run.last(metric) for run in baseline if run.seed == seed]
@@ -265,3 +263,97 @@ def by_seed(runs: Iterable[Run], read: Callable[[Run], float | None]) -> tuple[f
         if (value := read(run)) is not None:
             values[run.seed].append(value)
     return tuple(mean(values[seed]) for seed in sorted(values))
+
+
+def of_words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LOWER_IS_BETTER = of_words("""
+    mae mape smape msle rmsle mase rmsd medae mre wer cer ter der eer fid kid lpips bpc bpd bpb bits ce bce
+    xent kl kld jsd mmd divergence ece brier crps fpr fnr fdr frr false miss misses misclassified
+    misclassification mistakes regret cost distance dist distortion discrepancy residual huber chamfer
+    wasserstein emd hausdorff epe mpjpe ade fde mcd time ms sec secs second seconds minutes hours latency
+    elapsed
+""")
+# Written together with what they are of: logloss, valerror, nrmse, crossentropy.
+LOWER_ENDINGS = ("loss", "losses", "err", "error", "errors", "mse", "nll", "ppl", "perplexity", "entropy")
+NO_ENDINGS = of_words("terror floss gloss")
+# scikit-learn's neg_mean_squared_error is an error turned round, and a negative log likelihood is a
+# likelihood turned round; a true negative rate is neither.
+NEGATIONS = of_words("neg negative")
+TURNED_ROUND = of_words("log likelihood elbo score reward accuracy acc")
+
+# Numbers that say where a run was, how fast, or how it was set: levels may differ in them and be as accurate.
+NO_ACCURACY = of_words("""
+    step steps epoch epochs iteration iterations iter iters batch batches sample samples token tokens image
+    images seed lr learning momentum scale scaler norm time ms sec secs second seconds minute minutes hour
+    hours latency elapsed throughput speed fps memory mem mib mb gib gb bytes
+""")
+FILLERS = of_words("""
+    global local train training val valid validation test eval total num number count current last per a of in
+    and seen rate group loss grad gradient gradients gpu cuda cpu peak max mean avg average
+""")
+HELD_OUT = of_words("test val valid validation eval dev")
+ACCURACY = of_words("accuracy acc")
+
+
+def words(name: str) -> list[str]:
+    """Splits a name at case, digits and whatever is no letter.
+
+    >>> words("val/MSELoss_top5"), words("testAccuracy")
+    (['val', 'mse', 'loss', 'top', '5'], ['test', 'accuracy'])
+    """
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def is_lower_better(name: str) -> bool:
+    """Says whether less of a metric is better, by the words of its name; where none is known, more is.
+
+    >>> [is_lower_better(name) for name in ("valLoss", "top5_err", "neg_log_likelihood", "hd95")]
+    [True, True, True, True]
+    >>> [is_lower_better(name) for name in ("accuracy", "lossless", "neg_mean_squared_error")]
+    [False, False, False]
+    """
+    found = words(name)
+    # hd95 is the usual Hausdorff distance; hd alone says too little.
+    return any(map(means_less, found)) != is_turned_round(found) or "hd95" in name.lower()
+
+
+def means_less(word: str) -> bool:
+    """Says whether less is better of what a word means."""
+    return word in LOWER_IS_BETTER or (word.endswith(LOWER_ENDINGS) and word not in NO_ENDINGS)
+
+
+def is_turned_round(found: Sequence[str]) -> bool:
+    """Says whether a name is that of something negated, so that its other direction is better."""
+    starts = [index for index, word in enumerate(found) if word in NEGATIONS]
+    return any(word in TURNED_ROUND or means_less(word) for start in starts for word in found[start + 1 :])
+
+
+def is_about_accuracy(name: str) -> bool:
+    """Says whether a metric can tell how well a run went: not if it counts steps, seconds or the like.
+
+    >>> [is_about_accuracy(name) for name in ("accuracy", "loss_epoch", "top1", "inception_score")]
+    [True, True, True, True]
+    >>> [is_about_accuracy(name) for name in ("epoch", "lr/group0", "samples_per_second", "loss_scale")]
+    [False, False, False, False]
+    """
+    found = {word for word in words(name) if not word.isdigit()}
+    if "loss" in found and not found & {"scale", "scaler"}:
+        return True
+    return not found & NO_ACCURACY or not found <= NO_ACCURACY | FILLERS
+
+
+def most_important(names: Iterable[str]) -> str | None:
+    """Returns the metric to show where there is room for one: an accuracy, if there, on held-out data.
+
+    >>> most_important(["f1", "train_accuracy", "test_accuracy"]), most_important(["f1", "bleu"])
+    ('test_accuracy', 'f1')
+    """
+
+    def rank(name: str) -> tuple[bool, bool, bool]:
+        found = set(words(name))
+        return name.lower() != "accuracy", not found & ACCURACY, not found & HELD_OUT
+
+    return min(names, key=rank, default=None)

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ampatch.sweeps.judge.statistics import compared_metrics, divide, finite, median_of, sample_of
-from ampatch.sweeps.rows import BASELINE, Curve, Distance, Ending, Run, Verdict
-from ampatch.tools.numbers import ASCII
+from ampatch.sweeps.judge.statistics import compared_metrics, divide, finite, median_of, quantity_of
+from ampatch.sweeps.rows import BASELINE, TOLERANCE, Curve, Distance, Ending, Run, Verdict
+from ampatch.tools import numbers
 
 LAST_STEPS = 20
 # A loss that ends above where it began by more than this part of it has not been trained.
@@ -28,7 +28,6 @@ def judge(
     baseline: Sequence[Run],
     loss: Distance,
     metrics: Mapping[str, Distance],
-    tolerance: float,
 ) -> tuple[Verdict, str]:
     """Returns the verdict about a level, and the reason in a few words where there is one to give.
 
@@ -46,13 +45,13 @@ def judge(
         return Verdict.UNKNOWN, start
     if cut := next((run for run in runs if run.outcome is Ending.CUT), None):
         return judge_cut(cut, baseline)
-    if divergence := why_diverged(runs, baseline, loss, tolerance):
+    if divergence := why_diverged(runs, baseline, loss):
         return Verdict.DIVERGED, divergence
     if name == BASELINE:
         return Verdict.BASELINE, ""
     if obstacle := why_not_compared(runs, baseline, loss, metrics) or other_length(runs, baseline):
         return Verdict.UNKNOWN, obstacle
-    return compare_values([("loss", loss), *metrics.items()], tolerance)
+    return compare_values([("loss", loss), *metrics.items()])
 
 
 def judge_cut(run: Run, baseline: Sequence[Run]) -> tuple[Verdict, str]:
@@ -112,17 +111,17 @@ def other_length(runs: Sequence[Run], baseline: Sequence[Run]) -> str:
     return ""
 
 
-def why_diverged(runs: Sequence[Run], baseline: Sequence[Run], loss: Distance, tolerance: float) -> str:
+def why_diverged(runs: Sequence[Run], baseline: Sequence[Run], loss: Distance) -> str:
     """Says what of a run went out of bounds: a loss or a metric, or the gradients so that no step was made.
 
-    The loss may rise by 10 % or by `tolerance` spreads; what O0's loss does as well is no divergence, and a
+    The loss may rise by 10 % or by `TOLERANCE` spreads; what O0's loss does as well is no divergence, and a
     metric that is not finite at O0 tells nothing.
     """
     names = compared_metrics(runs)
-    defined = [it for it in names if all(map(math.isfinite, sample_of(baseline, it).values))]
-    first, final = sample_of(baseline).first, finite(loss.baseline)
+    defined = [it for it in names if all(map(math.isfinite, quantity_of(baseline, it).values))]
+    first, final = quantity_of(baseline).first, finite(loss.baseline)
     rises = first is None or final is None or final > first
-    most = None if rises else tolerance * (loss.spread or 0)
+    most = None if rises else TOLERANCE * (loss.spread or 0)
     found = [reason for run in runs if (reason := why_run_diverged(run, defined, most))]
     if len(runs) > 1 and found:
         return f"{found[0]} ({len(found)} of {len(runs)} runs)"
@@ -135,13 +134,13 @@ def why_run_diverged(run: Run, metrics: Sequence[str], most: float | None) -> st
     values += [(name, run.last(name), [run.metrics[name]]) for name in metrics if name in run.metrics]
     for name, value, curves in values:
         if value is not None and not math.isfinite(value):
-            return f"{name} is {ASCII.number(value)}{since(curves)}"
+            return f"{name} is {numbers.number(value)}{since(curves)}"
     last = min(run.steps, LAST_STEPS)
     if last and set(range(run.steps - last + 1, run.steps + 1)) <= set(run.skipped):
         return f"all of the last {last} steps were skipped"
     first, final = run.first_loss, run.final_loss
     if None not in (first, final, most) and final - first > max(RISE * abs(first), most):
-        return f"loss rose from {ASCII.short(first)} to {ASCII.short(final)}"
+        return f"loss rose from {numbers.short(first)} to {numbers.short(final)}"
     return ""
 
 
@@ -173,9 +172,9 @@ def why_not_compared(
     return ""
 
 
-def compare_values(distances: Iterable[tuple[str, Distance]], tolerance: float) -> tuple[Verdict, str]:
+def compare_values(distances: Iterable[tuple[str, Distance]]) -> tuple[Verdict, str]:
     """Returns whether a loss or metric is worse than O0's by more than is allowed, and than chance may be."""
-    short = [(name, it) for name, it in distances if it.spreads is not None and it.spreads < -tolerance]
+    short = [(name, it) for name, it in distances if it.spreads is not None and it.spreads < -TOLERANCE]
     clear = [(name, it) for name, it in short if it.spreads < -it.doubt]
     worst = sorted(clear or short, key=lambda pair: (pair[1].spreads, pair[0]))
     named = [f"{name} {write_distance(it)}" for name, it in worst[:NAMED]]
@@ -196,7 +195,53 @@ def write_distance(distance: Distance, origin: str = BASELINE) -> str:
     """
     side = "above" if distance.value > distance.baseline else "below"
     if distance.unit == "percent" and distance.baseline:
-        far = ASCII.percent(abs(distance.value / distance.baseline - 1))
+        far = numbers.percent(abs(distance.value / distance.baseline - 1))
     else:
-        far = f"{ASCII.signed(abs(distance.spreads)).removeprefix('+')} spreads"
-    return f"{ASCII.short(distance.value)}, {far} {side} {origin}"
+        far = f"{numbers.signed(abs(distance.spreads)).removeprefix('+')} spreads"
+    return f"{numbers.short(distance.value)}, {far} {side} {origin}"
+
+
+# Times of runs that lost parts of their time which differ by more than this are of other conditions.
+ALIKE = 0.05
+# From this part on times say nothing, however often repeated: with two busy loops on two cores a level of 1.5
+# times the speed of O0 came out at 0.62 of it, twice in a row.
+BUSY = 0.25
+WORDS = {
+    "busy": "other programs took {part} of the processors' time",
+    "waited": "other programs had the processor {part} of the time that a run wanted it",
+    "throttled": "the limit of the container stopped a run {part} of the time",
+}
+
+
+def select_alike(own: Sequence[Run], baseline: Sequence[Run]) -> tuple[list[Run], str]:
+    """Returns the runs under the conditions of O0, in its best run; without any all, and what was different.
+
+    All rows, O0 too, are held against that one run: so no run that was disturbed counts for or against any.
+    """
+    best = calmest(baseline)
+    differences = [difference(it, best) if best else "" for it in own]
+    alike = [it for it, found in zip(own, differences, strict=True) if not found]
+    return (alike, "") if alike or not own else (list(own), differences[0])
+
+
+def calmest(baseline: Sequence[Run]) -> Run | None:
+    """Returns the run of O0 that lost the least."""
+    return min(baseline, key=lambda it: it.lost, default=None)
+
+
+def difference(own: Run, best: Run) -> str:
+    """Says in what the conditions of a run were other than those of O0; empty if in nothing that matters."""
+    if own.device != best.device:
+        return f"it ran on {own.device}, and O0 on {best.device}"
+    busy = [(it.busy or 0.0, "busy") for it in (own, best)]
+    for lost, least, most in ((own.lost, best.lost, ALIKE), (*busy, BUSY)):
+        if abs(lost[0] - least[0]) > most:
+            here, there = (numbers.percent(round(part, 2)) for part, _ in (lost, least))
+            if lost < least:
+                return f"at O0 {write_lost(*least)}, and here {here}"
+            return f"{write_lost(*lost)}, and at O0 {there}"
+    return ""
+
+
+def write_lost(part: float, how: str) -> str:
+    return WORDS[how].format(part=numbers.percent(round(part, 2)))

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ampatch.sweeps.rows import BASELINE, Curve, Level, Run, Sweep, Verdict, metric_names
 from ampatch.tools.charts import BAD, O0, ROW, Chart, Points, draw
 
 POINTS = 120  # of a curve, at most: a chart is 360 wide
-SEEDS_DRAWN = 8  # the file stays small with a hundred of them
 METRICS_DRAWN = 6  # the others are in sweep.json
 LARGEST = 1e38  # of float32; a chart of larger numbers would show nothing else
 OUTLIER = 8.0
@@ -20,17 +18,11 @@ LESS_ACCURATE = (Verdict.WORSE, Verdict.DIVERGED, Verdict.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
-class LevelCurves:
-    """The curves of one level: the mean over its runs, and each run by itself where there are several."""
+class LevelCurve:
+    """A curve of one level: the mean over its runs."""
 
     row: Level
     mean: Points
-    runs: tuple[Points, ...] = ()
-
-    @property
-    def values(self) -> NDArray[np.float64]:
-        """Returns all values that there are."""
-        return np.concatenate([it.finite for it in (self.mean, *self.runs)])
 
 
 def charts_of(sweep: Sweep) -> list[tuple[str, list[Chart]]]:
@@ -49,7 +41,7 @@ def charts_of(sweep: Sweep) -> list[tuple[str, list[Chart]]]:
     return [(name, group) for name, group in charts if group]
 
 
-def curves_of(sweep: Sweep, read: Callable[[Run], Curve | None]) -> list[LevelCurves]:
+def curves_of(sweep: Sweep, read: Callable[[Run], Curve | None]) -> list[LevelCurve]:
     """Returns the curves of each level with any; runs that failed count where none finished."""
     found = []
     for row in sweep.rows:
@@ -57,8 +49,7 @@ def curves_of(sweep: Sweep, read: Callable[[Run], Curve | None]) -> list[LevelCu
         there = [(failed, curve) for failed, curve in runs if curve.steps]
         curves = [curve for failed, curve in there if not failed] or [curve for _, curve in there]
         if curves:
-            single = [mean_of([curve]) for curve in curves[:SEEDS_DRAWN]] if len(curves) > 1 else []
-            found.append(LevelCurves(row, mean_of(curves), tuple(single)))
+            found.append(LevelCurve(row, mean_of(curves)))
     return found
 
 
@@ -81,11 +72,11 @@ def mean_of(curves: Sequence[Curve]) -> Points:
     return Points(np.bincount(part, steps) / counts, np.where(enough, means, np.nan))
 
 
-def value_range(curves: Sequence[LevelCurves]) -> tuple[float, float] | None:
+def value_range(curves: Sequence[LevelCurve]) -> tuple[float, float] | None:
     """Returns the lowest and the highest value to show; what diverged or is far outside does not count."""
     trusted = [it for it in curves if it.row.verdict not in (Verdict.DIVERGED, Verdict.FAILED)]
     for group in (trusted, curves):
-        values = np.concatenate([np.empty(0), *(it.values for it in group)])
+        values = np.concatenate([np.empty(0), *(it.mean.finite for it in group)])
         if values.size:
             inner_low, inner_high = np.quantile(values, [0.02, 0.98])
             reach = OUTLIER * (inner_high - inner_low) or np.inf
@@ -93,19 +84,19 @@ def value_range(curves: Sequence[LevelCurves]) -> tuple[float, float] | None:
     return None
 
 
-def charts_of_curves(name: str, curves: Sequence[LevelCurves]) -> list[Chart]:
+def charts_of_curves(name: str, curves: Sequence[LevelCurve]) -> list[Chart]:
     """Returns a chart for each level but O0, with the mean of O0 behind it; all have the same axes."""
     shown = value_range(curves)
     # There is no chart of what has one value.
     if shown is None or shown[0] == shown[1] or all(it.mean.steps.size < 2 for it in curves):
         return []
-    end = max(it.steps[-1] for curve in curves for it in (curve.mean, *curve.runs))
+    end = max(it.mean.steps[-1] for it in curves)
     o0 = next((it for it in curves if it.row.name == BASELINE), None)
     return [chart_of(name, it, o0, shown, end) for it in curves if it is not o0 or len(curves) == 1]
 
 
 def chart_of(
-    name: str, own: LevelCurves, o0: LevelCurves | None, shown: tuple[float, float], end: float
+    name: str, own: LevelCurve, o0: LevelCurve | None, shown: tuple[float, float], end: float
 ) -> Chart:
     """Returns the chart of a level's curves, with a cross where no finite value follows."""
     row, words = own.row, own.mean.describe()
@@ -114,5 +105,5 @@ def chart_of(
     if colour == BAD:
         words = f"{row.verdict}; {words}"
     curves = [(o0.mean, O0, 5.0)] if o0 else []
-    curves += [(run, colour, 0.6) for run in own.runs] + [(own.mean, colour, 1.5)]
-    return Chart(row.name, title, words, draw(title, curves, own.mean.break_off, shown, (1, max(end, 2))))
+    curves.append((own.mean, colour, 1.5))
+    return Chart(row.name, title, words, draw(curves, own.mean.break_off, shown, (1, max(end, 2))))

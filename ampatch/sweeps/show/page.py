@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ampatch.sweeps.rows import LAST_LOSSES, Level, Sweep, Verdict, keys_of, metric_names
-from ampatch.sweeps.show.columns import COLUMNS, distance_text, part_of, said_of_warmup
-from ampatch.tools.numbers import TYPESET
+from ampatch.sweeps.rows import LAST_LOSSES, TOLERANCE, Level, Sweep, Verdict, keys_of, metric_names
+from ampatch.sweeps.show.terminal import COLUMNS, distance_text, part_of, said_of_warmup
+from ampatch.tools.numbers import NOTHING, number, typeset
 from ampatch.tools.page import draw_charts, render
 
 METRICS_A_TABLE = 3  # the first ones stand in the table of results
@@ -47,6 +47,7 @@ def write_page(sweep: Sweep) -> str:
         warmup=said_of_warmup(sweep),
         on_device={run.memory for run in sweep.records if run.peak_mib is not None} == {"device"},
         last_losses=LAST_LOSSES,
+        tolerance=TOLERANCE,
         details=asdict(sweep.settings) | asdict(sweep.environment),
     )
 
@@ -65,7 +66,7 @@ def tables_of(sweep: Sweep) -> list[PageTable]:
             )
         ]
         for column in columns:
-            value, text = column.of(row), column.write(TYPESET, column.of(row))
+            value, text = column.of(row), typeset(column.write(column.of(row)))
             bar = part_of(value, list(map(column.of, sweep.rows))) if column.has_bar else None
             cells.append(PageCell(text, column.small(row) if value is not None else "", bar))
         cells.append(PageCell(str(row.runs), f"{row.failed} failed" if row.failed else ""))
@@ -81,8 +82,8 @@ def metric_cells(row: Level, names: Sequence[str]) -> list[PageCell]:
     """Returns the last values of these metrics, and how far they are from those of O0."""
     found = [row.metrics.get(name) for name in names]
     return [
-        PageCell(TYPESET.nothing)
+        PageCell(typeset(NOTHING))
         if it is None or it.value is None
-        else PageCell(TYPESET.number(it.value, 4), distance_text(it))
+        else PageCell(typeset(number(it.value, 4)), distance_text(it))
         for it in found
     ]

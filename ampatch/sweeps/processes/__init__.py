@@ -1,1 +1,0 @@
-"""The processes of a sweep: one run each, fresh, watched and stopped."""
