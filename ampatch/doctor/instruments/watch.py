@@ -14,8 +14,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS, Clock, Instrument
-from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import parameters_of
+from ampatch.doctor.instruments.tape import Enough
 from ampatch.doctor.instruments.values import (
     HALF,
     are_finite,

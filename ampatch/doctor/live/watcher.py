@@ -20,9 +20,8 @@ import ampatch as amp
 from ampatch.doctor.campaign import MOST_TRACED, findings_in, modules_to_keep
 from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.instruments.clock import Clock, Instrument
-from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.places import parameters_of
-from ampatch.doctor.instruments.tape import Op
+from ampatch.doctor.instruments.tape import Op, Origin
 from ampatch.doctor.instruments.values import examine, is_finite, is_inexact, random_of
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.record import (
