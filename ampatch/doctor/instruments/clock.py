@@ -103,23 +103,11 @@ def unscaled() -> float:
     return 1.0
 
 
-class ScalerInUse(amp.Observer):
-    """Knows the scaler of ours that scaled the latest loss: a script may have several, and use one."""
-
-    scaler: amp.LossScaler | None = None
-
-    def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        self.scaler = amp.loss_scalers()[loss_id]
-
-    def on_uninitialize(self) -> None:
-        """Drops the scaler, which ends with its session."""
-        self.scaler = None
-
-
-class Clock(ScalerInUse):
+class Clock(amp.Observer):
     """Follows a run, and tells listeners of it, in the order in which they were made.
 
-    `part` is what runs outside of models: "input", "loss" or "optimizer".
+    `part` is what runs outside of models: "input", "loss" or "optimizer". `scaler` is the one of ours that
+    scaled the latest loss: a script may have several, and use one.
     """
 
     def __init__(self, undo: ExitStack) -> None:
@@ -136,6 +124,7 @@ class Clock(ScalerInUse):
         self.has_closure = False  # whether the step that runs makes the gradients itself
         self.is_made = False  # whether the optimizer was stepped in this attempt, and not only its scaler
         self._step: FrameType | None = None  # that runs
+        self.scaler: amp.LossScaler | None = None
 
     @property
     def phase(self) -> str:
@@ -152,6 +141,14 @@ class Clock(ScalerInUse):
         self.part = "input"
         self.running.clear()
         self.models.restore()
+
+    def on_loss(self, loss: Tensor, loss_id: int) -> None:
+        """Notes the scaler of the loss."""
+        self.scaler = amp.loss_scalers()[loss_id]
+
+    def on_uninitialize(self) -> None:
+        """Drops the scaler, which ends with its session."""
+        self.scaler = None
 
     def add(self, listener: Instrument) -> None:
         """Tells a listener of the events that it has methods for."""
