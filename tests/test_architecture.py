@@ -77,7 +77,7 @@ ARROWS = {
     "testing": {PUBLIC, "table", "lists", "casts", "patching", "session"},
     "apex": {PUBLIC, "table", "lists", "levels", "patching", "steps"},
     "integrations": {PUBLIC},
-    "tools": {PUBLIC},
+    "tools": set(),
     "sweeps": {PUBLIC, "apex", "tools"},
     "doctor": {PUBLIC, "apex", "levels", "patching", "steps", "tools"},
     "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing"},
