@@ -13,8 +13,8 @@ from typing import NoReturn
 import torch
 
 from ampatch import AmpError, __version__
+from ampatch.apex import checking as check
 from ampatch.apex import run_command as run
-from ampatch.apex.checking import command as check
 from ampatch.apex.script import HINT
 from ampatch.doctor import command as doctor
 from ampatch.sweeps import command as sweep

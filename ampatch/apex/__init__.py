@@ -12,7 +12,7 @@ Without a real apex, `apex.amp` is `ampatch.apex.amp`, and so are `apex.parallel
 what it still has stays its own, and what is missing is filled in.
 """
 
-from ampatch.apex.drop_in.finder import ApexFinder
+from ampatch.apex.drop_in import ApexFinder
 
 __all__ = ["install", "uninstall"]
 

@@ -29,8 +29,8 @@ PASSED = (
 )
 
 
-class Changes(ExitStack):
-    """Changes made one after the other; closing undoes them last to first.
+class ProgramChanges(ExitStack):
+    """ProgramChanges made one after the other; closing undoes them last to first.
 
     Attributes are a `Patcher`'s. The rest is what it does not know: names of modules, which stand in a
     dictionary, and classes of modules. What somebody else has changed since stays as it is.

@@ -17,11 +17,11 @@ from multiprocessing import spawn
 from types import CodeType, ModuleType, TracebackType
 
 from ampatch import OPT_LEVELS, AmpValueError
-from ampatch.apex.changes import Changes
-from ampatch.apex.drop_in.children import Preparation
+from ampatch.apex.changes import ProgramChanges
+from ampatch.apex.drop_in import Preparation
 from ampatch.apex.legacy import open_legacy
 from ampatch.apex.on_cpu import on_cpu
-from ampatch.apex.parallel.collectives import wait_for_gloo_at_exit
+from ampatch.apex.parallel.distributed import wait_for_gloo_at_exit
 
 STDIN = "-"
 HINT = "; the script's own arguments go after --"
@@ -271,14 +271,14 @@ def find_spec(name: str) -> ModuleSpec | None:
 @contextmanager
 def as_expected(device: str | None, legacy: bool, unsafe_load: bool) -> Iterator[None]:
     """Gives a script what it expects of its machine and of its year, also in processes that it spawns."""
-    with Changes() as changes:
+    with ProgramChanges() as changes:
         if legacy:
             changes.enter_context(open_legacy(unsafe_load))
         if device is not None:
             changes.enter_context(on_cpu())
         if legacy or device is not None:
             expected = {"device": device, "legacy": legacy, "unsafe_load": unsafe_load}
-            preparation = Preparation(spawn.get_preparation_data, expected, expect_to_the_end)
+            preparation = Preparation(spawn.get_preparation_data, expect_to_the_end, expected)
             changes.set_attribute(spawn, "get_preparation_data", preparation)
         yield
 

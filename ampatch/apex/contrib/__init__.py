@@ -1,1 +1,1 @@
-"""What `apex.contrib` resolves to: its early optimizers. For its kernels, see `drop_in.missing`."""
+"""What `apex.contrib` resolves to: its early optimizers. For its kernels, see `missing.py`."""

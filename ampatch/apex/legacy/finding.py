@@ -9,17 +9,19 @@ import re
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
-from ampatch.apex.checking.uses import Names, Use, find_uses
-from ampatch.apex.drop_in.mirror import ROOTS as APEX
-from ampatch.apex.legacy import pattern_rows as rows
-from ampatch.apex.legacy.name_rows import NAMES
-from ampatch.apex.legacy.old import Old
-from ampatch.apex.legacy.patterns import patterns, sampler_calls
+from torch.optim import lr_scheduler
+from torch.torch_version import TorchVersion
+
+from ampatch.apex.drop_in import ROOTS as APEX
+from ampatch.apex.legacy import rows
+from ampatch.apex.legacy.reading import Names, Use, find_uses, is_integral, is_perhaps_bytes
+from ampatch.apex.legacy.rows import CANVAS, LINALG, NAMES, Old
 
 ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "librosa", "random", "torchvision", "yaml"}
 ROWS = (*NAMES, *rows.PATTERNS)
@@ -133,3 +135,257 @@ def guarded_lines(tree: ast.Module, row: Old | None) -> Iterator[int]:
 
 def is_fallback(handler: ast.ExceptHandler) -> bool:
     return handler.type is None or bool(FALLBACK.search(ast.unparse(handler.type)))
+
+
+# ---- What is old by the form of its code ----
+
+# What was a method of tensors as well, and of nothing else.
+GONE_METHODS = {"btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs"}
+METHODS = {
+    name: row
+    for row in NAMES
+    for place, _, name in [row.name.rpartition(".")]
+    if place == "torch" and (row in LINALG or name in GONE_METHODS)
+}
+# Methods of classes, by their names, which nothing else has that scripts use.
+PIL = ("PIL.ImageDraw.ImageDraw", "PIL.ImageFont.FreeTypeFont")
+CLASSES = ("numpy.ndarray", *PIL, "threading.Thread", CANVAS)
+METHODS_OF = {row.name.rpartition(".")[2]: row for row in NAMES if row.name.startswith(CLASSES)}
+# Types, and modules of XML, have methods of those names, too.
+NOT_ARRAY = re.compile(r"dtype|^dt$|\bET\b|etree|xml")
+SCHEDULERS = "torch.optim.lr_scheduler"
+INDEX = re.compile(r"(id|ids|idx|inds?|index|indices)$", re.IGNORECASE)
+NUMBER = re.compile(r"loss|err|cost|acc|prec|correct|sum$|mean$|norm$", re.IGNORECASE)
+MASKED = re.compile(r"masked_(fill|scatter)_?|masked_select")
+CLAMPED = re.compile(r"cl(am|i)p_(min_|max_)?")
+CUDA = re.compile(r"torch\.cuda\.(\w+Tensor|Stream|Event|set_device)")
+# What makes options, by other parsers than that of argparse.
+OPTIONS = ("option", "add_option", "DEFINE_integer", "DEFINE_string", "getopt", "gnu_getopt")
+RANK = re.compile(r"(--local[-_]rank)(=|$)")
+COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
+# Functions of librosa that take so many arguments without their names, by module.
+LIBROSA = {
+    "librosa.filters": {"mel": 0, "window_sumsquare": 0},
+    "librosa.core.audio": {"load": 1, "resample": 1, "get_duration": 0},
+    "librosa.core.spectrum": dict.fromkeys(
+        ("stft", "istft", "power_to_db", "amplitude_to_db", "griffinlim"), 1
+    ),
+    "librosa.feature.spectral": {"melspectrogram": 0, "mfcc": 0, "rms": 0, "chroma_stft": 0},
+    "librosa.feature.utils": {"delta": 1},
+    "librosa.util.utils": {"frame": 1, "pad_center": 1, "fix_length": 1},
+    "librosa.effects": dict.fromkeys(("trim", "split", "time_stretch", "pitch_shift"), 1),
+}
+POSITIONAL = {name: count for names in LIBROSA.values() for name, count in names.items()}
+
+# Functions that need a keyword today.
+NEEDED = (
+    (rows.LOAD, "torch.load", "weights_only"),
+    (rows.NUMPY_LOAD, "numpy.load", "allow_pickle"),
+    (rows.FROM_STRING, "numpy.fromstring", "sep"),
+    (rows.FFT, "torch.fft", None),
+    (rows.STFT, "torch.stft", "return_complex"),
+)
+# Keywords that functions of a place, or of any, take no more.
+HAS_VERBOSE = "verbose" in inspect.signature(lr_scheduler.StepLR).parameters
+TAKEN = (
+    *([] if HAS_VERBOSE else [(rows.VERBOSE, SCHEDULERS, "verbose")]),
+    (rows.PRETRAINED, "torchvision.models", "pretrained"),
+    (rows.RETAIN, "", "retain_variables"),
+    (rows.VOLATILE, "", "volatile"),
+)
+LAUNCH = next(row for row in NAMES if row.name == "torch.distributed.launch")
+
+
+def patterns(node: ast.AST, names: Names) -> Iterator[Old]:
+    """Yields the rows that a node is an example of; what a variable holds, its name says."""
+    match node:
+        case ast.Call():
+            yield from calls(node, names)
+        case ast.Subscript(ast.Attribute(of, "data"), ast.Constant(0)) if NUMBER.search(last_name(of)):
+            yield rows.NUMBER
+        case ast.Subscript(ast.Call(ast.Attribute(attr="by_key")), ast.Constant("color")):
+            yield rows.COLORS
+        case ast.BinOp(ast.Constant(1), ast.Sub(), right) if is_mask(right, names):
+            yield rows.FROM_ONE
+        case ast.UnaryOp(ast.USub(), operand) if is_mask(operand, names):
+            yield rows.NEGATED
+        case ast.UnaryOp(ast.Invert(), operand) if is_perhaps_bytes(operand, names):
+            yield rows.INVERTED
+        case ast.BinOp(left, ast.Div()) if INDEX.search(last_name(left)):
+            yield rows.DIVISION
+        case ast.Compare(left, [ast.Eq() | ast.NotEq(), *_], others) if last_name(left) == "type":
+            if any("torch.autograd.Variable" in names.resolve(each) for each in others):
+                yield rows.VARIABLE
+        case ast.AugAssign(target):
+            whole = names.parts.get(getattr(target, "id", ""), ())
+            if any(last_name(each) in ("chunk", "split", "unbind") for each in whole):
+                yield rows.PART
+        case ast.ClassDef() if is_old_function(node, names):
+            yield rows.FUNCTION
+        case ast.For() if is_early_step(node, names):
+            yield rows.EARLY_STEP
+        case ast.Assign([ast.Subscript(slice=ast.Constant("MASTER_PORT"))], ast.Constant(port)):
+            if str(port).isdigit() and int(port) >= 2**16:
+                yield rows.PORT
+        case ast.Constant("torch.distributed.launch"):
+            yield LAUNCH
+        case ast.Attribute(of) | ast.Subscript(of) if [*names.resolve(of)] == ["torch.version.cuda"]:
+            yield rows.CUDA
+    if find_rank(node):
+        yield rows.RANK
+
+
+def find_rank(node: ast.AST) -> str:
+    """Returns how an expression that looks for --local_rank in words, without argparse, spells it, or ""."""
+    match node:
+        case ast.Call() if last_name(node) in OPTIONS:
+            texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            words = [f"--{str(text).lstrip('-')}" for text in texts]
+        case ast.Call(ast.Attribute(attr="startswith" | "index"), [ast.Constant(str(word)), *_]):
+            words = [word]
+        case ast.Compare(left, comparators=others):
+            words = [str(getattr(each, "value", "")) for each in (left, *others)]
+        case _:
+            return ""
+    return next((match_[1] for word in words if (match_ := RANK.match(word))), "")
+
+
+def calls(node: ast.Call, names: Names) -> Iterator[Old]:
+    """Yields the rows that a call is an example of."""
+    passed, functions = {each.arg for each in node.keywords}, names.resolve(node.func)
+    for row, function, keyword in NEEDED:
+        if {*functions} == {function} and keyword not in passed:
+            yield row
+    if {*functions} == {"yaml.load"} and len(node.args) == 1 and "Loader" not in passed:
+        yield rows.YAML
+    for row, place, keyword in TAKEN:
+        if keyword in passed and (not place or any((name or "").startswith(place) for name in functions)):
+            yield row
+    match node:
+        case ast.Call(ast.Attribute(iterator, "next"), []):
+            if any(isinstance(v, ast.Call) and last_name(v) == "iter" for v in names.values(iterator)):
+                yield rows.NEXT
+        case ast.Call(ast.Attribute(ast.Subscript(slice=ast.Slice(lower=None)), "view")):
+            if ast.unparse(node).endswith(".view(-1)"):  # not contiguous since it was transposed
+                yield rows.VIEW
+        case ast.Call(keywords=words) if {*functions} & {"torch.optim.Adam", "torch.optim.AdamW"}:
+            if any(ast.unparse(word).startswith("betas=(0,") for word in words):
+                yield rows.BETAS
+        case ast.Call(args=[sampled, _]) if {*functions} == {"random.sample"}:
+            if any(isinstance(v, ast.Set) or last_name(v) == "set" for v in names.values(sampled)):
+                yield rows.SAMPLE
+        case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(functions):
+            yield METHODS[name]
+    options = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
+    if last_name(node) == "add_argument" and any(
+        RANK.match(f"--{str(option).lstrip('-')}") for option in options
+    ):
+        yield rows.RANK
+    if needs_cuda(node, functions):
+        yield rows.CUDA
+    yield from calls_by_type(node, names, functions)
+    yield from calls_of_arrays(node, names, functions)
+
+
+def calls_by_type(node: ast.Call, names: Names, functions: Sequence[str | None]) -> Iterator[Old]:
+    """Yields the rows that a call is an example of for the type of a tensor in it."""
+    name = last_name(node)
+    if MASKED.fullmatch(name):
+        place = 1 if any((each or "").startswith("torch.") for each in functions) else 0
+        masks = [word.value for word in node.keywords if word.arg == "mask"]
+        if any(is_perhaps_bytes(mask, names) for mask in (*node.args[place : place + 1], *masks)):
+            yield rows.MASK
+    if CLAMPED.fullmatch(name) and isinstance(node.func, ast.Attribute):
+        limits = (*node.args, *(word.value for word in node.keywords))
+        if is_integral(node.func.value, names) and not all(map(is_whole, limits)):
+            yield rows.CLAMP
+
+
+def calls_of_arrays(node: ast.Call, names: Names, functions: Sequence[str | None]) -> Iterator[Old]:
+    """Yields the rows that a call of NumPy or librosa, or of an array, is an example of."""
+    if {*functions} & {"numpy.array", "numpy.asarray"}:
+        if any(word.arg == "copy" and getattr(word.value, "value", None) is False for word in node.keywords):
+            yield rows.COPY
+        lists = getattr(node.args[0], "elts", ()) if len(node.args) == 1 else ()
+        if len({len(getattr(each, "elts", ())) for each in lists}) > 1 and len(node.keywords) == 0:
+            yield rows.RAGGED
+    for name in functions:
+        package, _, last = (name or "").rpartition(".")
+        is_short = len(node.args) <= POSITIONAL.get(last, len(node.args))
+        if package.startswith("librosa") and not is_short and librosa_wants_names():
+            yield rows.LIBROSA
+    match node.func:
+        case ast.Attribute(of, name) if name in METHODS_OF and not any(functions):
+            made = [each for each in (of, *names.values(of)) if isinstance(each, ast.expr)]
+            if not any(NOT_ARRAY.search(ast.unparse(each)) for each in made):
+                yield METHODS_OF[name]
+
+
+def librosa_wants_names() -> bool:
+    """Whether librosa, that which is installed if one is, takes such arguments by their names alone."""
+    with suppress(metadata.PackageNotFoundError):
+        return TorchVersion(metadata.version("librosa")) >= "0.10"
+    return True
+
+
+def last_name(node: ast.AST) -> str:
+    """Returns the last word of a name or call: of `self.loss.sum()` the word sum."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def is_mask(node: ast.expr, names: Names) -> bool:
+    """Whether an expression is a comparison, or a name for one."""
+    values = names.values(node)
+    return bool(values) and all(
+        isinstance(each, ast.Compare) or (isinstance(each, ast.Call) and last_name(each) in COMPARISONS)
+        for each in values
+    )
+
+
+def is_old_function(node: ast.ClassDef, names: Names) -> bool:
+    """Whether a class is an autograd Function whose forward is no static method."""
+    bases = {name for base in node.bases for name in names.resolve(base)}
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "forward"]
+    is_ours = bool(bases & {"torch.autograd.Function", "torch.autograd.function.Function"})
+    return is_ours and any(not each.decorator_list for each in methods)
+
+
+def sampler_calls(node: ast.AST, names: Names) -> Iterator[ast.Call]:
+    """Yields the calls in a sampler's class that give the class of samplers what it draws from."""
+    bases = {name for base in getattr(node, "bases", ()) for name in names.resolve(base)}
+    if bases & {"torch.utils.data.Sampler", "torch.utils.data.sampler.Sampler"}:
+        for call in ast.walk(node):
+            match call:
+                case ast.Call(ast.Attribute(ast.Call(of), "__init__"), [_]) if last_name(of) == "super":
+                    yield call
+
+
+def is_early_step(node: ast.For, names: Names) -> bool:
+    """Whether the first step of a loop is the scheduler's, before it trains."""
+    calls = [call for part in node.body for call in ast.walk(part) if isinstance(call, ast.Call)]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    match [call for call in calls if last_name(call) in ("step", "train", "train_epoch")]:
+        case [ast.Call(ast.Attribute(scheduler, "step")), _, *_]:
+            made = [each for each in names.values(scheduler) if isinstance(each, ast.Call)]
+            functions = [name for each in made for name in names.resolve(each.func)]
+            return any((name or "").startswith(SCHEDULERS) for name in functions)
+    return False
+
+
+def is_whole(limit: ast.expr) -> bool:
+    """Whether a limit is shown to be an integer, or a size."""
+    text = ast.unparse(limit)
+    is_number = re.fullmatch(r"-?\d+|None", text) is not None
+    return is_number or re.search(r"\.size\(|\.shape|\blen\(|\bint\(|\.long\(", text) is not None
+
+
+def needs_cuda(node: ast.Call, functions: Iterable[str | None]) -> bool:
+    """Whether a call needs a GPU: `.cuda()`, a device or backend by name, types and streams."""
+    values = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
+    return (
+        any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in values)
+        or (last_name(node) in ("int", "float") and ast.unparse(node).endswith("(torch.version.cuda)"))
+        or any(re.fullmatch(CUDA, name or "") for name in functions)
+        or (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda")
+    )

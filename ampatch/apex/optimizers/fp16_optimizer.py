@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.nn import Parameter
 
 from ampatch.apex import fp16_utils
-from ampatch.apex.fp16_utils.master_optimizer import attribute_of
+from ampatch.apex.fp16_utils.fp16_optimizer import attribute_of
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):

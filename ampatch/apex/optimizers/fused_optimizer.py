@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
 import ampatch as amp
-from ampatch.apex.amp_C import write_
-from ampatch.apex.drop_in.missing import explain
-from ampatch.apex.multi_tensor_apply.norms import Kind, kind_of
+from ampatch.apex.amp_C import Kind, kind_of, write_
+from ampatch.apex.missing import explain
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.steps.masters import is_wrapper, make_dense, refine
 

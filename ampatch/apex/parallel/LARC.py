@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampatch.apex.multi_tensor_apply.norms import compute_type
+from ampatch.apex.amp_C import compute_type
 
 
 class LARC:

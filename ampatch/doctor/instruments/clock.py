@@ -31,9 +31,11 @@ MOST_MICRO_STEPS = 4  # that are looked at closely in each attempt: one of hundr
 class Instrument:
     """Is told of the parts of a run. An attempt is a step of an optimizer, made or skipped by a scaler.
 
-    What it computes is neither cast, nor recorded, nor seen by others, but for what it computes of modules
-    that run: torch.compile looks into that.
+    What it computes is neither cast, nor recorded, nor seen by others, unless it is not `is_quiet`, and but
+    for what it computes of modules that run: torch.compile looks into that.
     """
+
+    is_quiet = True
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -157,7 +159,7 @@ class Clock(ScalerInUse):
         """Tells a listener of the events that it has methods for."""
         for name, method in vars(Instrument).items():
             if inspect.isfunction(method) and getattr(type(listener), name) is not method:
-                self._told[name].append(getattr(listener, name))
+                self._told[name if listener.is_quiet else f"{name} aloud"].append(getattr(listener, name))
 
     def _tell(self, name: str, *given: object) -> None:
         for tell in self._told[name]:
@@ -167,19 +169,20 @@ class Clock(ScalerInUse):
         if self._told[name]:
             with quiet():
                 self._tell(name, *given)
+        self._tell(f"{name} aloud", *given)
 
     def follow_run(self) -> None:
         """Follows all of a run, until undone."""
         self.follow_modules()
         self.follow_steps()
 
-    def follow_steps(self) -> None:
-        """Follows backward passes and steps, until undone; replaces functions of torch."""
+    def follow_steps(self, backward: tuple[object, str] = (torch.autograd, "backward")) -> None:
+        """Follows steps, and passes of a function that goes backward, until undone; replaces functions."""
         self.undo.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
         self.undo.callback(register_optimizer_step_post_hook(self._end_step).remove)
         self.wrap(GradScaler, "step", self._step_by_scaler)
         self.wrap(GradScaler, "scale", self._scale)
-        self.wrap(torch.autograd, "backward", self._go_backward)
+        self.wrap(*backward, self._go_backward)
         self.undo.enter_context(amp.observe(self))
 
     def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
@@ -215,7 +218,7 @@ class Clock(ScalerInUse):
         return scale(scaler, *args, **kwargs)
 
     def _go_backward(self, backward: Callable[..., object], *args, **kwargs) -> None:
-        """Stands in for `torch.autograd.backward`; one inside another, as of a checkpoint, is part of it."""
+        """Stands in for such a function; a pass inside another, as of a checkpoint, is part of it."""
         if self.in_backward:
             return backward(*args, **kwargs)
         if self.scaler is not None:

@@ -10,8 +10,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.live.patient import Patient
-from ampatch.doctor.live.watcher import Watcher
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.live.watcher import Patient, Watcher
 from ampatch.steps.foreign_step import find_hooked
 
 __all__ = ["Patient", "patient", "watch"]
@@ -32,19 +32,17 @@ def watch(models: object, optimizers: object, scaler: object = None) -> Iterator
     method. `scaler` is the `GradScaler`, if any; it is found without being named. Findings are logged as
     they are made. On the way out every hook is taken away again.
 
-    Costs one fused check of the gradients a step where no loss scaler makes one, and no host sync: on a GPU
-    what a scaler does not tell the host is read one step later, and until then a copy of the weights is kept.
-    Keeps the inputs of the last step alive, on a GPU of the last two. Raises AmpTypeError for what is no
-    model or optimizer.
+    Costs one fused check of the gradients a step where no loss scaler makes one, which a GPU is waited for
+    once. Keeps the inputs of the last step alive. Raises AmpTypeError for what is no model or optimizer.
     """
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise amp.AmpTypeError(f"scaler is a {type(scaler).__name__}: expected a torch.amp.GradScaler")
     patient = Patient()
-    watcher = Watcher(as_models(models), as_optimizers(optimizers), patient)
-    del models, optimizers, scaler  # the script may drop them
     with ExitStack() as undo:
+        watcher = Watcher(Clock(undo), as_models(models), as_optimizers(optimizers), patient)
+        del models, optimizers, scaler  # the script may drop them
         undo.enter_context(amp.observe(patient))
-        watcher.open(undo)
+        watcher.open()
         yield patient
 
 

@@ -1,12 +1,12 @@
-"""What one step did, kept so that it can be done again: forwards, operations after them, backward passes."""
+"""What one step did, kept so that it can be done again: forwards, calls after them, backward passes."""
 
 from __future__ import annotations
 
 import functools
-import os
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
@@ -14,17 +14,14 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from ampatch.doctor.instruments.operations import nodes_of
-from ampatch.doctor.instruments.places import LIBRARIES, is_called_by_ampatch
+from ampatch.doctor.instruments.places import DOCTOR, LIBRARIES, device_of, is_called_by_ampatch
 from ampatch.doctor.instruments.values import node_of, tensors_in
-from ampatch.doctor.live.state import PLAIN, Copies, State, Surroundings
 from ampatch.levels.private import count_function_modes, function_mode, has_function_modes
 
-NONE = 2**63  # above the number of each node
-HERE = os.path.dirname(__file__) + os.sep
+PLAIN = (int, float, bool, str, type(None))
 MOST = 30  # frames of libraries between an operation and the user's line
 GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 ATTRIBUTE = type(GRAD)
@@ -129,8 +126,8 @@ class Mode(NamedTuple):
 
 
 @dataclass(slots=True)
-class Operation:
-    """A call of a model, or an operation after it, such as one of the loss; `outputs` are slots."""
+class Call:
+    """A call of a model, or of a function after it, such as one of the loss; `outputs` are slots."""
 
     function: Callable[..., object]
     args: object
@@ -141,66 +138,37 @@ class Operation:
 
 
 @dataclass(slots=True)
-class Forward(Operation):
-    """A call of a model, to which `function` is a weak reference.
-
-    `nodes` are where its outputs stand in the graph: slot, number of the node, and which of its results it
-    is. `gradients` is what came back, by slot.
-    """
+class Forward(Call):
+    """A call of a model, to which `function` is a weak reference; `random` are the states of generators."""
 
     random: dict[str, Tensor] = field(default_factory=dict)
-    surroundings: Surroundings = field(default_factory=list)
-    nodes: list[tuple[int, int, int]] = field(default_factory=list)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Backward(NamedTuple):
-    """A call of `Tensor.backward`; `loss` is a slot, or None for a tensor that nobody saw being made."""
+    """A backward pass from tensors by their slots, None for one that nobody saw being made."""
 
-    loss: int | None
-    args: object
-    kwargs: dict[str, object]
+    roots: list[int | None]
+    options: object  # of `torch.autograd.backward`, by their names
     frames: Frames
-    value: Tensor
 
 
-Event = TypeVar("Event", Operation, Forward, Backward)
+Event = TypeVar("Event", Call, Forward, Backward)
 
 
 class Record:
     """The events of one step, and the state that it began in."""
 
-    def __init__(self, spare: dict[int, State] | None = None) -> None:
-        self.events: list[Operation | Backward] = []
+    def __init__(self) -> None:
+        self.events: list[Call | Backward] = []
         self.slots = Slots()
-        self.state: dict[int, State] = {}  # by the id of the model
-        self.spare = spare or {}  # whose memory may be used again
-        self.weights = Copies()  # where the step cannot wait
+        self.state: dict[int, Snapshot] = {}  # by the id of the model
+        self.weights: Copies | None = None  # where the step is made before it is done again
+        self.grown = 0.0  # how many times as large as at first weights were
         self.losses: list[Tensor] = []  # the values that backward passes began at
 
     def of(self, kind: type[Event]) -> list[Event]:
         """Returns the events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
-
-
-def hold_gradients(record: Record, roots: Sequence[Tensor]) -> bool:
-    """Has the gradients kept that come back to what models returned; says whether any can.
-
-    For a loss that cannot be made again. Nodes of a graph are numbered as they are made, and a number
-    keeps nothing alive.
-    """
-    places = [(it, slot, number, which) for it in record.of(Forward) for slot, number, which in it.nodes]
-    oldest = min([number for *_, number, _ in places], default=NONE)
-    nodes = {node._sequence_nr(): node for node in nodes_of(roots, oldest)}
-    found = [place for place in places if place[2] in nodes]
-    for forward, slot, number, which in found:
-        nodes[number].register_prehook(functools.partial(_hold, forward, slot, which))
-    return bool(found)
-
-
-def _hold(forward: Forward, slot: int, which: int, gradients: tuple[Tensor | None, ...]) -> None:
-    if gradients[which] is not None:
-        forward.gradients[slot] = gradients[which]
 
 
 def is_in_place(function: Callable[..., object]) -> bool:
@@ -220,7 +188,7 @@ def needs_graph(args: tuple[object, ...]) -> bool:
     return any(node_of(tensor) is not None for tensor in tensors_in(args))
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Writes into `record`, while no mode of the script's is on torch's stack.
 
     It goes there when a forward ends and leaves before the backward; it does not go on top of a mode of
@@ -232,7 +200,6 @@ class Recorder(TorchFunctionMode):
         self.record: Record | None = None
         self._device = "cpu"
         self._is_on_stack = False
-        self.runs = False  # whether an operation does that is noted
 
     def start(self, record: Record, device: str) -> bool:
         """Notes what follows; returns whether it can."""
@@ -264,14 +231,10 @@ class Recorder(TorchFunctionMode):
         if not needs_graph(args) and is_called_by_ampatch():
             return func(*args, **kwargs)  # a scaler's own arithmetic
         taken = record.slots.refer(args), record.slots.refer(kwargs)
-        self.runs = True
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self.runs = False
+        result = func(*args, **kwargs)
         if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_in(result)):
             mode, outputs = Mode.now(self._device), record.slots.add(result)
-            record.events.append(Operation(func, *taken, capture(1), mode, outputs))
+            record.events.append(Call(func, *taken, capture(1), mode, outputs))
         return result
 
 
@@ -298,8 +261,8 @@ def capture(depth: int = 2) -> Frames:
 
 @functools.lru_cache(maxsize=1000)
 def place_of(name: str) -> tuple[bool, bool]:
-    """Says whether a file is the user's own, and whether it is one of a watch."""
-    return not name.startswith(LIBRARIES), name.startswith(HERE)
+    """Says whether a file is the user's own, and whether it is one of ours."""
+    return not name.startswith(LIBRARIES), name.startswith(DOCTOR)
 
 
 def call_at(frames: Frames, run: Callable[[], object]) -> object:
@@ -324,3 +287,84 @@ def _code_at(name: str, line: int) -> CodeType:
 # fmt: off
 def _call(run): return run()
 # fmt: on
+
+
+# ---- What a forward may change ----
+
+
+class Copies:
+    """What tensors hold now."""
+
+    @torch.no_grad()
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors, self._saved = tensors, [torch.empty_like(it) for it in tensors]
+        copy_all(self._saved, tensors)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Has the tensors be what they were; afterwards they are as they are now."""
+        now = Copies(self._tensors)
+        copy_all(self._tensors, self._saved)
+        try:
+            yield
+        finally:
+            copy_all(self._tensors, now._saved)
+
+
+@torch.no_grad()
+def copy_all(to: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copies tensors into others at once."""
+    if tensors:
+        torch._foreach_copy_(to, tensors)
+
+
+class Snapshot:
+    """Buffers of a model, and plain attributes of the user's modules in it, as they were before a forward."""
+
+    def __init__(self, buffers: list[Tensor], modules: list[Module]) -> None:
+        self._buffers = Copies(buffers)
+        self._attributes = [(weakref.ref(it), plain_in(it)) for it in modules]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Has the model be in this state; afterwards it is as it was."""
+        found = [(module, values) for find, values in self._attributes if (module := find()) is not None]
+        now = [(module, dict(vars(module))) for module, _ in found]
+        for module, values in found:
+            vars(module).update(values)
+        try:
+            with self._buffers.restored():
+                yield
+        finally:
+            for module, values in now:
+                vars(module).clear()
+                vars(module).update(values)
+
+
+def plain_in(module: Module) -> dict[str, object]:
+    """Returns the attributes of a module that are numbers, strings or None."""
+    return {name: it for name, it in vars(module).items() if type(it) in PLAIN}
+
+
+class ModelState:
+    """What a forward of a model may change; it keeps no module alive."""
+
+    def __init__(self, model: Module) -> None:
+        modules = list(model.modules())
+        self.device = device_of(model)
+        self._own = [weakref.ref(it) for it in modules if not type(it).__module__.startswith("torch.")]
+        self._owners = [(weakref.ref(it), name) for it in modules for name in it._buffers]
+        plain = [it for it in model.parameters() if type(it) is Parameter and it.numel()]
+        self._at_first = [(weakref.ref(it), it.detach().abs().amax()) for it in plain]
+
+    def times_grown(self) -> float:
+        """Returns how many times as large as at first the weight is that grew most; waits for the device."""
+        known = [(weight, first) for find, first in self._at_first if (weight := find()) is not None]
+        times = [float(weight.detach().abs().amax() / first) for weight, first in known]
+        return max(filter(math.isfinite, times), default=1.0)
+
+    def save(self) -> Snapshot:
+        """Copies buffers and attributes; no host sync."""
+        buffers = [owner._buffers.get(name) for find, name in self._owners if (owner := find()) is not None]
+        own = [module for find in self._own if (module := find()) is not None]
+        return Snapshot([it for it in buffers if it is not None], own)

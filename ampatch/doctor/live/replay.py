@@ -1,62 +1,88 @@
-"""Does a recorded step again under the instruments, and says what broke."""
+"""Does a recorded step again under the instruments, as it was and in float32, and says what broke."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Origin
-from ampatch.doctor.instruments.places import unwrap, user_line
+from ampatch.doctor.instruments.operations import CASTS, REPEATED, Origin, name_of, nodes_of
+from ampatch.doctor.instruments.places import OURS, SCALERS, masters_of, unwrap, user_line
 from ampatch.doctor.instruments.precision import Oversized
 from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.trace import Trace
-from ampatch.doctor.instruments.values import examine, is_finite, quiet
-from ampatch.doctor.live.outcome import Step
-from ampatch.doctor.live.record import Backward, Forward, Record, call_at
-from ampatch.doctor.live.rerun import Impossible, InFloat32, Rerun
+from ampatch.doctor.instruments.values import (
+    examine,
+    is_finite,
+    off_casts,
+    quiet,
+    set_random,
+    tensors_in,
+)
+from ampatch.doctor.live.record import Backward, Call, Forward, Record, Slot, call_at, map_tensors
 from ampatch.doctor.suspects import find_hidden
 from ampatch.levels.ranks import has_ranks
 
-Outcome = tuple[list[Origin], bool | None, list[str], tuple[str, ...]]
+
+class Impossible(Exception):
+    """A step cannot be done again."""
 
 
-def replay(step: Step, models: Sequence[Module], optimizers: Sequence[Optimizer], scale: float) -> Outcome:
-    """Returns the origins of a step, whether float32 survives, what is not known, and oversized layers."""
-    record = step.record
-    unknown: list[str] = []
-    origins: list[Origin] = []
-    survives, oversized = None, None
+@dataclass
+class Outcome:
+    """What came of a replay: where bad numbers came from, and what float32 makes of the same step."""
+
+    origins: list[Origin] = field(default_factory=list)
+    survives: bool | None = None
+    unknown: list[str] = field(default_factory=list)
+    oversized: Sequence[str] = ()  # layers with numbers that float16 cannot hold
+
+
+def replay(
+    record: Record,
+    optimizer: Optimizer,
+    models: Sequence[Module],
+    optimizers: Sequence[Optimizer],
+    scale: float,
+) -> Outcome:
+    """Does the step of an optimizer again, at the scale of its loss, with all that is watched."""
+    found = Outcome()
     try:
         refuse(record, models)
         with as_it_was(record, models):
             run = Rerun(record, {id(model): unwrap(model) for model in models})
-            run.clock.scale, trace = scale, Trace(Tape(run.clock), None)
+            run.clock.get_scale, trace = lambda: scale, Trace(Tape(run.clock), None)
             try:
                 run_again(run, trace)
             finally:
-                origins = found_by(trace, step)
+                found.origins = found_by(trace, record, optimizer)
         with as_it_was(record, models):
             again = InFloat32(record, models, optimizers)
-            trace = Trace(Tape(again.clock), None) if find_hidden(origins) else None
+            trace = Trace(Tape(again.clock), None) if find_hidden(found.origins) else None
             oversized = Oversized(again.clock)
             run_again(again, trace)
-            survives = again.is_finite()
-            behind = found_by(trace, step) if trace is not None else []
-            origins = [it for it in behind if it.has_reached] + origins
+            found.survives, found.oversized = again.is_finite(), tuple(oversized.names)
+            behind = found_by(trace, record, optimizer) if trace is not None else []
+            found.origins = [it for it in behind if it.has_reached] + found.origins
     except Exception as error:  # of the script's own code, or of torch: training goes on
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = "whether float32 survives is not known" if origins else "it could not be replayed"
-        unknown.append(f"{what}: {said}")
-    if not unknown and not any(it.has_reached for it in origins):
+        what = "whether float32 survives is not known" if found.origins else "it could not be replayed"
+        found.unknown.append(f"{what}: {said}")
+    if not found.unknown and not any(it.has_reached for it in found.origins):
         why = "another rank may have broken it" if has_ranks() else "it drew from elsewhere than torch"
-        unknown.append(f"it did not break again when it was replayed: {why}")
-    return origins, survives, unknown, tuple(oversized.names if oversized else ())
+        found.unknown.append(f"it did not break again when it was replayed: {why}")
+    return found
 
 
 def refuse(record: Record, models: Sequence[Module]) -> None:
@@ -79,13 +105,13 @@ def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
     devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
-        for state in record.state.values():
-            stack.enter_context(state.restored())
-        parameters = [parameter for model in models for parameter in model.parameters()]
-        for parameter in parameters:
+        for snapshot in record.state.values():
+            stack.enter_context(snapshot.restored())
+        for parameter in [parameter for model in models for parameter in model.parameters()]:
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-        stack.enter_context(record.weights.restored())
+        if record.weights is not None:
+            stack.enter_context(record.weights.restored())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
@@ -101,21 +127,162 @@ def run_again(run: Rerun, trace: Trace | None) -> None:
         run.run()
 
 
-def found_by(trace: Trace, step: Step) -> list[Origin]:
-    """Returns the origins that a trace found."""
-    if (optimizer := step.optimizer()) is not None:
-        with quiet():
-            trace.end_attempt(optimizer)
+def found_by(trace: Trace, record: Record, optimizer: Optimizer) -> list[Origin]:
+    """Returns the origins that a trace found; where the loss was not seen being made, its bad value."""
+    with quiet():
+        trace.end_attempt(optimizer)
     origins = trace.found()
-    if not step.record.slots.is_whole and not any(it.has_reached for it in origins):
-        origins += of_unseen_loss(step.record)
+    if not record.slots.is_whole and not any(it.has_reached for it in origins):
+        for value, event in zip(record.losses, record.of(Backward), strict=False):
+            if not is_finite(value):
+                call = Op("", "loss", None, call_at(event.frames, user_line), str(value.dtype)[6:])
+                return [*origins, Origin(call, "loss", examine(value), 0, has_reached=True)]
     return origins
 
 
-def of_unseen_loss(record: Record) -> list[Origin]:
-    """Says that the loss broke, where its operations were not seen: what came back of it is bad."""
-    for event in record.of(Backward):
-        if not is_finite(event.value):
-            call = Op("", "loss", None, call_at(event.frames, user_line), str(event.value.dtype)[6:])
-            return [Origin(call, "loss", examine(event.value), 0, has_reached=True)]
-    return []
+class Rerun:
+    """Does the events of a record again, with `models` by the ids of those that ran, and tells a clock."""
+
+    casts = True
+
+    def __init__(self, record: Record, models: Mapping[int, Module]) -> None:
+        self._record, self._models, self.clock = record, models, Clock(ExitStack())
+        self.values: dict[int, Tensor] = {}  # by slot
+        self.parameters = [p for model in models.values() for p in model.parameters() if p.requires_grad]
+
+    def run(self) -> None:
+        """Does all events; raises Impossible where one took what is not known."""
+        for event in self._record.events:
+            if isinstance(event, Backward):
+                call_at(event.frames, functools.partial(self.go_backward, event))
+            else:
+                self.make(event)
+        if not self._record.of(Backward):
+            self.go_backward(Backward([None], {}, ()))  # by torch.autograd.grad
+
+    def resolve(self, value: object) -> object:
+        """Returns arguments with the tensors of this run."""
+        return map_tensors(value, self._resolve)
+
+    def _resolve(self, value: Tensor | Slot) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        if value.index not in self.values:
+            raise Impossible("it took what was made before it")
+        return self.values[value.index]
+
+    def make(self, event: Call) -> None:
+        """Calls a model, or a function, again."""
+        function = event.function
+        if isinstance(event, Forward):
+            model = function()
+            if model is None:
+                raise Impossible("its model is gone")
+            function = self._models[id(model)]
+            set_random(event.random)
+        args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
+        with event.mode.entered(self.casts):
+            self.keep(event, call_at(event.frames, functools.partial(function, *args, **kwargs)))
+
+    def keep(self, event: Call, result: object) -> None:
+        """Takes what a call gave."""
+        self.values.update(zip(event.outputs, tensors_in(result), strict=False))
+
+    def go_backward(self, event: Backward) -> None:
+        """Goes backward again; from a loss that nobody saw being made it cannot."""
+        is_known = self._record.slots.is_whole and None not in event.roots
+        returned = [slot for one in self._record.of(Forward) for slot in one.outputs]
+        roots = [self.values[slot] for slot in (event.roots if is_known else returned)]
+        with self.clock.backward(tuple(roots)):
+            if is_known:
+                self._add_gradients(roots, self.resolve(event.options))
+
+    def _add_gradients(self, roots: list[Tensor], options: dict[str, object]) -> None:
+        """Gradients are added up as in the step."""
+        kept = {name: options[name] for name in ("retain_graph", "create_graph") if name in options}
+        given = options.get("gradient", options.get("grad_tensors"))
+        given = given if given is None or isinstance(given, (tuple, list)) else [given]
+        if any(node.name() == REPEATED for node in nodes_of(roots)):
+            self._go_through(roots, given, kept)
+            return
+        gradients = torch.autograd.grad(roots, self.parameters, given, allow_unused=True, **kept)
+        with quiet():
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                if gradient is not None:
+                    earlier = parameter.grad
+                    parameter.grad = gradient.detach() if earlier is None else earlier + gradient
+
+    def _go_through(self, roots: list[Tensor], given: Sequence | None, kept: dict[str, object]) -> None:
+        """Goes backward to all leaves, as reentrant checkpoints must; only parameters keep gradients."""
+        is_waited_for = any(parameter._post_accumulate_grad_hooks for parameter in self.parameters)
+        models = [event.function() for event in self._record.of(Forward)]
+        if is_waited_for or any(isinstance(model, DistributedDataParallel) for model in models):
+            raise Impossible("a backward through use_reentrant=True would call what waits for its gradients")
+        own = set(map(id, self.parameters))
+        with ExitStack() as undo:
+            for leaf in [node.variable for node in nodes_of(roots) if hasattr(node, "variable")]:
+                if id(leaf) not in own:
+                    undo.callback(setattr, leaf, "grad", leaf.grad)
+                    leaf.grad = None
+            torch.autograd.backward(roots, given, **kept)
+
+
+class InFloat32(Rerun):
+    """Does a step again on float32 copies of the models, with no casts and no loss scale."""
+
+    casts = False
+
+    def __init__(self, record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
+        if not (record.slots.is_whole and record.of(Backward)):
+            raise Impossible("how the loss came of the model is not known")
+        masters = {id(half): master for one in optimizers for half, master in masters_of(one)}
+        self._twins: dict[int, Tensor] = {}  # parameters of the copies, by the ids of those they stand for
+        copies = {id(model): copy_in_float32(unwrap(model), masters, self._twins) for model in models}
+        super().__init__(record, copies)
+
+    def run(self) -> None:
+        """Does all events, with casts off."""
+        with off_casts():
+            super().run()
+
+    def is_finite(self) -> bool:
+        """Says whether all losses and gradients of the run are finite."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        losses = [self.values[slot] for one in self._record.of(Backward) for slot in one.roots]
+        with off_casts():
+            return all(map(is_finite, [*gradients, *losses]))
+
+    def _resolve(self, value: Tensor | Slot) -> Tensor:
+        if isinstance(value, Slot):
+            return super()._resolve(value)
+        if id(value) in self._twins:
+            return self._twins[id(value)]
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+    def make(self, event: Call) -> None:
+        """Makes a call again, but for our casts and the product with the loss scale."""
+        name = name_of(event.function)
+        is_ours = bool(event.frames) and event.frames[0][0].co_filename.startswith(OURS[0])
+        is_scaler = any(code.co_filename.endswith(SCALERS) for code, _ in event.frames)
+        if (is_ours and name in CASTS) or (is_scaler and name in ("mul", "mul_")):
+            self.keep(event, self.resolve(event.args[0]))
+        else:
+            super().make(event)
+
+
+def copy_in_float32(model: Module, masters: Mapping[int, Tensor], twins: dict[int, Tensor]) -> Module:
+    """Returns a copy of a model with float32 weights, those of the masters where there are any."""
+    memo: dict[int, object] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            for tensor in tensors_in(value):
+                if tensor.grad_fn is not None:  # what a forward left on the module
+                    memo[id(tensor)] = tensor.detach()
+    copied = copy.deepcopy(model, memo).float()
+    for own, twin in zip(model.parameters(), copied.parameters(), strict=True):
+        twins[id(own)] = twin
+        if id(own) in masters:
+            with torch.no_grad():
+                twin.copy_(masters[id(own)])
+        twin.grad = None
+    return copied

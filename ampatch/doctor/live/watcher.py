@@ -1,36 +1,192 @@
-"""The hooks of a watch: they record each step, and have one that breaks replayed."""
+"""The hooks of a watch: they record each step, and have one that breaks replayed and explained."""
 
 from __future__ import annotations
 
 import atexit
-import functools
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from types import FrameType
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import wrap
-from ampatch.doctor.instruments.places import frames, parameters_of
-from ampatch.doctor.instruments.values import is_finite, node_of, random_of, tensors_in
+from ampatch.doctor.campaign import MOST_TRACED, findings_in, modules_to_keep
+from ampatch.doctor.finding import Finding, Report, merge
+from ampatch.doctor.instruments.clock import Clock, Instrument
+from ampatch.doctor.instruments.operations import Origin
+from ampatch.doctor.instruments.places import parameters_of
+from ampatch.doctor.instruments.tape import Op
+from ampatch.doctor.instruments.values import examine, is_finite, is_inexact, random_of
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.live.outcome import Check, Flag, Step, alive, outcomes_of
-from ampatch.doctor.live.patient import Patient
-from ampatch.doctor.live.record import Backward, Forward, Mode, Record, Recorder, capture, hold_gradients
-from ampatch.doctor.live.state import State, take
-from ampatch.levels.private import RUN_BACKWARD
-from ampatch.levels.stack import wrap_closure
+from ampatch.doctor.live.record import (
+    Backward,
+    CallRecorder,
+    Copies,
+    Forward,
+    Mode,
+    ModelState,
+    Record,
+    capture,
+)
+from ampatch.doctor.live.replay import replay
+from ampatch.doctor.rules.table import explain
+from ampatch.doctor.runs import Seen
+from ampatch.doctor.suspects import describe_scale
+from ampatch.doctor.words import describe, describe_finding
+from ampatch.levels.private import check_and_unscale_
+from ampatch.levels.stack import asked
+from ampatch.patching.torch_patch import call_before_step
 
-SCALE_EVERY = 100  # attempts, between two looks at the scale of a GradScaler on a GPU, which wait for it
+LARGE = 8192  # numbers of a tensor from which its sum, which writes nothing, is faster than the fused check
+
+Object = TypeVar("Object")
+
+
+@dataclass
+class Patient(amp.Observer):
+    """What is watched. `findings` and `report()` say what broke so far, as `ampatch doctor` does."""
+
+    attempts: list[Attempt] = field(default_factory=list)  # those alike in a row are one object
+    origins: list[Origin] = field(default_factory=list)
+    oversized: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    replays: int = 0
+    is_replaying: bool = False
+
+    def __post_init__(self) -> None:
+        self._good = 0.0  # the largest scale that a step was made with
+        self._is_over = False  # weights are bad
+        self._is_searching = False  # for a scale that does not overflow
+        self._logged: set[object] = set()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What broke, in the order of appearance, with reasons and remedies."""
+        return self._found()
+
+    def _found(self, may_collapse: bool = True) -> tuple[Finding, ...]:
+        seen = Seen(tuple(self.attempts), False, False, tuple(self.origins))
+        return self._explained(findings_in(seen, seen.origins, may_collapse))
+
+    def _explained(self, found: Sequence[Finding]) -> tuple[Finding, ...]:
+        keep = modules_to_keep(found, self.oversized)
+        return tuple(explain(replace(it, keep=keep)) for it in found)
+
+    @property
+    def harmless(self) -> tuple[Finding, ...]:
+        """What broke in a step that was replayed, and reached nothing."""
+        return self._explained(merge(self.attempts, [it for it in self.origins if not it.has_reached]))
+
+    def report(self) -> Report:
+        """Returns what was found as `ampatch doctor` reports it; `runs` counts the replays."""
+        scale, unknown = describe_scale(self.attempts), tuple(dict.fromkeys(self.unknown))
+        return Report(self.findings, self.harmless, scale, self.replays, unknown)
+
+    def __str__(self) -> str:
+        return "\n".join(describe(self.report()))
+
+    @property
+    def latest(self) -> int:
+        """The index of the latest attempt."""
+        return len(self.attempts) - 1
+
+    # ---- What the watcher tells ----
+
+    def add(self, attempt: Attempt) -> bool:
+        """Notes an attempt; says whether it should be replayed: of a scale's search only the first is."""
+        last = self.attempts[-1] if self.attempts else attempt
+        is_alike = (last.scale, last.is_dynamic) == (attempt.scale, attempt.is_dynamic)
+        self.attempts.append(last if last.is_finite and attempt.is_finite and is_alike else attempt)
+        if attempt.is_finite:
+            self._good, self._is_searching = max(self._good, attempt.scale or 0.0), False
+            return False
+        is_probe = attempt.is_dynamic and attempt.loss and (attempt.scale or 0.0) > self._good
+        goes_on, self._is_searching = is_probe and self._is_searching, is_probe
+        return not (goes_on or self._is_over) and self.replays < MOST_TRACED
+
+    def _blame_weights(self, index: int, step: int) -> None:
+        """Notes that a step left bad weights: all that follows comes of it."""
+        self._is_over, known = True, self.attempts[index]
+        # One that was finite may be an object that stands for others, too.
+        self.attempts[index] = replace(known, weights=False, step=step if known.is_finite else known.step)
+
+    def _note(
+        self, index: int, origins: Sequence[Origin], survives: bool | None = None, grown: float = 1.0
+    ) -> None:
+        for it in origins:
+            it.call.facts["grown"] = grown
+            it.attempt, it.float32_survives = index, survives
+        self.origins += origins
+
+    def examine(
+        self,
+        record: Record,
+        optimizer: Optimizer,
+        models: Sequence[Module],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        """Replays the latest attempt, and logs what is found."""
+        last, grown = self.attempts[-1], record.grown
+        came = call_before_step(replay, record, optimizer, models, optimizers, last.scale or 1.0)
+        self.replays += 1
+        self.oversized += came.oversized
+        self.unknown += [f"step {last.step}: {line}" for line in came.unknown]
+        of_weights = [it for it in came.origins if it.phase == "optimizer" and not it.call.op]
+        self._is_over |= bool(of_weights)
+        if of_weights and not self.latest:  # no step has made them
+            for it in of_weights:
+                it.phase = "input"
+        elif of_weights:
+            came.origins = [it for it in came.origins if it not in of_weights]
+            if self.attempts[-2].is_finite:
+                note_eps(of_weights, optimizer)
+                self._note(self.latest - 1, of_weights, came.survives, grown)
+            self._blame_weights(self.latest - 1, last.step - 1)
+        self._note(self.latest, came.origins, came.survives, grown)
+        self._tell(is_end=not last.is_dynamic)  # a static scale searches for nothing
+
+    def finish(self, models: Sequence[Module]) -> None:
+        """Says at the end whether the last step left bad weights, which costs a host sync."""
+        named = [pair for model in models for pair in model.named_parameters()]
+        if self.attempts and self.attempts[-1].is_finite:
+            self._look_at_weights(next(((name, it) for name, it in named if not is_finite(it)), None))
+        self._tell(is_end=True)
+
+    def _look_at_weights(self, bad: tuple[str, Tensor] | None) -> None:
+        if bad is None:
+            return
+        call = Op("", "optimizer", None, None)
+        origin = Origin(call, "optimizer", examine(bad[1]), 0, parameter=bad[0], has_reached=True)
+        last = self.attempts[-1]
+        self._blame_weights(self.latest, last.step + sum(it is last for it in self.attempts) - 1)
+        self._note(self.latest, [origin])
+        self.unknown.append("the last step left bad weights: which operation of the optimizer made them")
+
+    def _tell(self, is_end: bool = False) -> None:
+        """Logs findings that are new; of a scale that no step was made with more may be too large."""
+        for it in self._found(is_end or self._good > 0):
+            if it.identity not in self._logged:
+                self._logged.add(it.identity)
+                asked.warning("%s", "\n".join(describe_finding(it)))
+
+
+def note_eps(origins: Sequence[Origin], optimizer: Optimizer) -> None:
+    """Notes an eps of the optimizer that is 0 in the type of the weights that it made."""
+    for group in optimizer.param_groups:
+        eps, dtype = group.get("eps"), group["params"][0].dtype
+        if eps and torch.tensor(eps, dtype=dtype) == 0:
+            for it in origins:
+                it.call.facts = {"constant": (eps, "0", str(dtype)[6:])}
+
+
+# ---- The hooks ----
 
 
 class Hook:
@@ -47,29 +203,31 @@ class Hook:
         return Hook, ()
 
 
-class Watcher:
+class Watcher(Instrument):
     """Watches models and optimizers; keeps none of them alive."""
 
-    def __init__(self, models: Sequence[Module], optimizers: Sequence[Optimizer], patient: Patient) -> None:
+    is_quiet = False  # a replay is seen by instruments
+
+    def __init__(
+        self, clock: Clock, models: Sequence[Module], optimizers: Sequence[Optimizer], patient: Patient
+    ) -> None:
+        super().__init__(clock)
         self._models = [weakref.ref(model, self._forget) for model in models]
         self._optimizers = {id(one): weakref.ref(one) for one in optimizers}
         self._patient = patient
-        self._recorder, self._check = Recorder(), Check()
+        self._recorder, self._check = CallRecorder(), Check()
+        self._states: dict[int, ModelState] = {}  # by the id of the model
         self._record = Record()
-        self._spare: dict[int, State] = {}  # of a step that was judged late
+        self._broken: Record | None = None  # of the step that runs
         self._is_over = False  # whether the next forward begins another step
-        self._is_busy = False  # in a backward or a replay
         self._running: list[Module] = []
         self._forward: Forward | None = None
         self._steps: Counter[int] = Counter()
-        self._frame: FrameType | None = None  # of the optimizer's step that runs
-        self._may_skip = False  # whether a scaler of ours may have it skipped
-        self._scaling: GradScaler | None = None
-        self._waiting: list[Step] = []
-        self._scale: float | None = None
+        self._scaling: GradScaler | None = None  # that makes the present step
 
-    def open(self, undo: ExitStack) -> None:
-        """Puts the hooks where they belong; `undo` takes them away."""
+    def open(self) -> None:
+        """Puts the hooks where they belong, until the clock is undone."""
+        undo = self.clock.undo
         atexit.register(undo.close)  # a script may end without taking its watch away
         undo.callback(atexit.unregister, undo.close)
         undo.callback(self._finish)
@@ -79,211 +237,210 @@ class Watcher:
             undo.callback(before.remove)
             after = model.register_forward_hook(Hook(self._leave), always_call=True)
             undo.callback(after.remove)
-        undo.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
-        undo.callback(register_optimizer_step_post_hook(self._end_step).remove)
-        wrap(torch.Tensor, "backward", self._around_backward, undo)
-        if not RUN_BACKWARD.is_missing():
-            wrap(*RUN_BACKWARD.find_place(), self._around_engine, undo)
-        wrap(GradScaler, "step", self._around_scaler, undo)
+        self.clock.follow_steps((Tensor, "backward"))
 
     def _forget(self, _: object) -> None:
         """A model is gone: what its steps took may go too."""
-        self._record, self._spare, self._waiting = Record(), {}, []
+        self._record = Record()
 
     def _finish(self) -> None:
         self._recorder.stop()
-        self._resolve(all_of_them=True)
         self._patient.finish(alive(self._models))
 
     # ---- Forwards ----
 
     def _enter(self, model: Module, args: tuple, kwargs: dict) -> None:
         self._recorder.stop()
-        if self._is_busy or self._patient.is_replaying or not torch.is_grad_enabled():
+        is_off = self.clock.in_backward or self._patient.is_replaying
+        if is_off or not torch.is_grad_enabled():
             return
         self._running.append(model)
         if len(self._running) > 1:
             return
         if self._is_over:
-            waits = self._waiting and any(step.record is self._record for step in self._waiting)
-            self._record, self._is_over = Record(self._spare if waits else self._record.state), False
+            self._record, self._is_over = Record(), False
         record = self._record
+        state = self._states.get(id(model))
+        if state is None:
+            state = self._states[id(model)] = ModelState(model)
         if id(model) not in record.state:
-            record.state[id(model)] = record.spare.pop(id(model), None) or State(model)
-            record.state[id(model)].save()
-        state = record.state[id(model)]
+            record.state[id(model)] = state.save()
         taken = record.slots.refer(args), record.slots.refer(kwargs) if kwargs else {}
-        self._forward = Forward(
-            weakref.ref(model),
-            *taken,
-            capture(3),
-            Mode.now(state.device.type),
-            random=random_of(state.device),
-            surroundings=take(state.files),
-        )
+        mode, random = Mode.now(state.device.type), random_of(state.device)
+        self._forward = Forward(weakref.ref(model), *taken, capture(3), mode, random=random)
 
     def _leave(self, model: Module, args: tuple, output: object) -> None:
-        if self._is_busy or not (self._running and self._running[-1] is model):
+        if not (self._running and self._running[-1] is model):
             return
         self._running.pop()
         if self._running or self._forward is None:
             return
         forward, self._forward = self._forward, None
         forward.outputs = self._record.slots.add(output)
-        for slot, tensor in zip(forward.outputs, tensors_in(output), strict=True):
-            if (node := node_of(tensor)) is not None:
-                forward.nodes.append((slot, node._sequence_nr(), tensor.output_nr))
         self._record.events.append(forward)
         if not self._recorder.start(self._record, forward.mode.device):
             self._record.slots.is_whole = False
 
     # ---- Backward passes ----
 
-    def _around_backward(self, original: Callable[..., object], loss: Tensor, *args, **kwargs) -> object:
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Notes the pass, and the losses."""
         self._recorder.stop()
-        if self._is_busy or not self._record.events:
-            return original(loss, *args, **kwargs)
         record = self._record
-        slot = record.slots.find(loss)
-        record.slots.is_whole &= slot is not None
-        given = record.slots.refer(args), record.slots.refer(kwargs)
-        record.losses.append(loss.detach().clone() if loss.dim() else loss.data)  # data has no version
-        if loss.is_cpu and not is_finite(loss):  # gradients may be finite, and the step be made
-            self._keep_weights(record)
-        if not record.slots.is_whole:
-            hold_gradients(record, [loss])
-        record.events.append(Backward(slot, *given, capture(3), record.losses[-1]))
-        self._is_busy = True
-        try:
-            return original(loss, *args, **kwargs)
-        finally:
-            self._is_busy = False
-
-    def _around_engine(self, original: Callable[..., object], roots: Sequence, *args, **kwargs) -> object:
-        """Stands in for what runs each backward pass; of one that nobody saw begin the loss is not known."""
-        is_noted = (
-            self._is_busy or self._recorder.runs
-        )  # torch.autograd.grad in a loss is one of its operations
-        if not is_noted and hold_gradients(self._record, [it for it in roots if isinstance(it, Tensor)]):
-            self._record.slots.is_whole = False
-        return original(roots, *args, **kwargs)
+        if self._patient.is_replaying or not record.events:
+            return
+        roots = [record.slots.find(it) for it in losses]
+        record.slots.is_whole &= None not in roots
+        options = record.slots.refer(self.clock.backward_options)
+        # data has no version
+        record.losses += [it.detach().clone() if it.dim() else it.data for it in losses]
+        record.events.append(Backward(roots, options, capture(1)))
 
     # ---- Steps ----
 
-    def _around_scaler(self, original, scaler: GradScaler, optimizer: Optimizer, *args, **kwargs) -> object:
+    def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+        """Looks at a step that is about to be made; one with a closure makes its gradients itself."""
         self._recorder.stop()
-        if self._is_busy or not self._knows(optimizer) or not scaler.is_enabled():
-            return original(scaler, optimizer, *args, **kwargs)
-        number = self._steps[id(optimizer)]
-        self._scaling = scaler
-        try:
-            result = original(scaler, optimizer, *args, **kwargs)
-        finally:
-            self._scaling = None
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        skipped = self._steps[id(optimizer)] == number
-        self._steps[id(optimizer)] = number + 1
-        found = list(scaler._found_inf_per_device(optimizer).values()) if is_fused else []
-        flag = Flag(torch.stack([each.to(found[0].device) for each in found]).amax()) if found else None
-        flag = flag or self._check.of(self._record.losses)
-        self._scale = self._read_scale(scaler, skipped)
-        self._settle(Step(weakref.ref(optimizer), number, self._record, flag, (), skipped, self._scale, True))
-        return result
+        if self._knows(optimizer):
+            self._scaling = scaler if scaler is not None and scaler.is_enabled() else None
+            self._broken = None
+            if not self.clock.has_closure:
+                self._look(optimizer)
 
-    def _read_scale(self, scaler: GradScaler, skipped: bool) -> float | None:
-        is_free = scaler._scale is None or not scaler._scale.is_cuda
-        if is_free or skipped or self._scale is None or self._patient.latest % SCALE_EVERY == 0:
-            return scaler.get_scale()
-        return self._scale
-
-    def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
+    def end_closure(self, optimizer: Optimizer) -> None:
+        """Looks at what a closure made; of several calls the first that breaks counts."""
         self._recorder.stop()
-        if self._is_busy or not self._knows(optimizer):
-            return None
-        if self._frame is not None and any(frame is self._frame for frame in frames()):
-            return None  # inside of a step of ours: a class that calls `super().step()` runs the hooks twice
-        self._frame = sys._getframe(1)
-        if self._waiting:
-            self._resolve()
-        changed = wrap_closure(args, kwargs, functools.partial(self._look_after, optimizer))
-        if changed is None:
+        if self._knows(optimizer):
             self._look(optimizer)
-        return changed
-
-    def _look_after(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
-        result = closure()
-        self._recorder.stop()
-        self._look(optimizer)
-        return result
+            self._is_over = True
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Looks at a step that is about to be made, unless a scaler does, which is asked after it."""
-        scaler = self._patient.scaler
-        self._may_skip = scaler is not None and scaler.is_dynamic and outcomes_of(optimizer) is not None
-        if self._scaling is None and not self._may_skip:
-            self._check_gradients(optimizer)
+        """Asks for numbers that are not finite; keeps the weights that they came of."""
+        record = self._record
+        gradients = [] if self._may_skip(optimizer) else gradients_of(optimizer)
+        if self._broken is None and self._check.is_bad(gradients + record.losses):
+            self._broken = record
+            weights = [it for model in alive(self._models) for it in model.parameters()]
+            weights += [
+                it for one in alive(self._optimizers.values()) for it in parameters_of(one)
+            ]  # masters
+            record.weights, record.grown = Copies([*dict.fromkeys(weights)]), self._times_grown()
 
-    def _check_gradients(self, optimizer: Optimizer) -> None:
-        gradients = [grad for param in parameters_of(optimizer) if (grad := param.grad) is not None]
-        flag = self._check.of(gradients + self._record.losses)
-        scaler, number = self._patient.scaler, self._steps[id(optimizer)]
-        scale = None if scaler is None or scaler.is_dynamic else scaler.number
-        if flag is None or not (flag.is_late or flag.read()):
-            self._is_over = True
-            self._patient.add(Attempt(number, scale))
-        else:
-            self._settle(Step(weakref.ref(optimizer), number, self._record, flag, scale=scale))
+    def _times_grown(self) -> float:
+        return max((it.times_grown() for it in self._states.values()), default=1.0)
 
-    def _end_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if self._is_busy or not self._knows(optimizer) or self._frame is not sys._getframe(1):
+    def _may_skip(self, optimizer: Optimizer) -> bool:
+        """Says whether a loss scaler looks at the gradients, which has them checked once."""
+        scaler = self.clock.scaler
+        is_ours = scaler is not None and scaler.is_dynamic and outcomes_of(optimizer) is not None
+        return self._scaling is not None or is_ours
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Says what came of the step, and has it replayed where it broke."""
+        if not self._knows(optimizer):
             return
-        self._frame = None
-        if self._scaling is None and self._may_skip:
-            number = self._steps[id(optimizer)]
-            if outcomes := outcomes_of(optimizer):
-                self._settle(Step(weakref.ref(optimizer), number, self._record, None, outcomes))
-            else:  # no block of `scale_loss` was for it
-                self._check_gradients(optimizer)
-        self._is_over |= self._scaling is None
+        record = self._broken or self._record
+        attempt = self._judge(optimizer, record)
         self._steps[id(optimizer)] += 1
-
-    def _settle(self, step: Step) -> None:
-        """Judges a step, now or when the device has told of it; until then its weights are kept."""
-        self._is_over = True
-        if step.is_known():
-            self._judge(step)
-        else:
-            self._waiting.append(step)
-            self._keep_weights(step.record)
-
-    def _keep_weights(self, record: Record) -> None:
-        if not record.weights.tensors:
-            record.weights.take([weight for model in alive(self._models) for weight in model.parameters()])
-
-    def _resolve(self, *, all_of_them: bool = False) -> None:
-        """Judges the steps before this one; the device has gone on to this one's forward by now."""
-        due = [step for step in self._waiting if all_of_them or step.record is not self._record]
-        self._waiting = [step for step in self._waiting if step not in due]
-        for step in due:
-            self._spare = step.record.state
-            self._judge(step)
-
-    def _judge(self, step: Step) -> None:
-        attempt = step.judge()
+        self._is_over, self._broken = True, None
         if not self._patient.add(attempt):
             return
-        watching = [it for it in amp.observers() if isinstance(it, Patient)]  # of the same model, maybe
-        self._is_busy = True
-        for patient in watching:
+        patients = [it for it in amp.observers() if isinstance(it, Patient)]  # of the same model, maybe
+        for patient in patients:
             patient.is_replaying = True
         try:
-            models, optimizers = alive(self._models), alive(self._optimizers.values())
-            self._patient.examine(step, models, optimizers)
+            record.grown = record.grown or self._times_grown()
+            self._patient.examine(record, optimizer, alive(self._models), alive(self._optimizers.values()))
         finally:
-            self._is_busy = False
-            for patient in watching:
+            for patient in patients:
                 patient.is_replaying = False
+
+    def _judge(self, optimizer: Optimizer, record: Record) -> Attempt:
+        scaler, loss = self.clock.scaler, True
+        scale = None if scaler is None or scaler.is_dynamic else scaler.number
+        outcomes = () if self._scaling is not None else outcomes_of(optimizer) or ()
+        is_dynamic, is_bad = True, self._broken is not None
+        if self._scaling is not None:
+            scale, skipped = self._scaling.get_scale(), not self.clock.is_made
+            if getattr(optimizer, "_step_supports_amp_scaling", False):  # which skips on the device
+                skipped |= any(map(bool, self._scaling._found_inf_per_device(optimizer).values()))
+        elif outcomes:
+            skipped = any(overflowed for overflowed, *_ in (it.read() for it in outcomes))
+            scale = outcomes[0].read()[1]
+            loss = all(it.is_loss_finite is not False for it in outcomes)
+        else:
+            # Where no block of `scale_loss` was for it, nobody has looked at the gradients.
+            skipped = not is_bad and self._may_skip(optimizer) and self._check.is_bad(gradients_of(optimizer))
+            is_dynamic = False
+        if is_bad or skipped:
+            loss = loss and all(map(is_finite, record.losses))
+        return Attempt(
+            self._steps[id(optimizer)], scale, is_dynamic, loss, not (skipped or (is_bad and loss))
+        )
 
     def _knows(self, optimizer: Optimizer) -> bool:
         find = self._optimizers.get(id(optimizer))
-        return find is not None and find() is optimizer
+        return find is not None and find() is optimizer and not self._patient.is_replaying
+
+
+class Check:
+    """Asks whether a number is not finite; one fused kernel for each device and dtype."""
+
+    def __init__(self) -> None:
+        self._scalers: dict[torch.device, amp.LossScaler] = {}
+        self._found, self._one = torch.zeros((), device="cpu"), torch.ones((), device="cpu")
+        self._large: dict[int, list[bool]] = {}  # which are, by how many there are: sizes hardly change
+
+    def is_bad(self, tensors: list[Tensor]) -> bool:
+        """Says whether one of the tensors holds inf or NaN; on a GPU it waits for the answer."""
+        if tensors and tensors[0].is_cpu and {*map(type, tensors)} == {Tensor}:
+            try:
+                return self._is_any_bad(tensors)
+            except RuntimeError:  # some are elsewhere, sparse, complex ...
+                self._found.zero_()
+        return self._ask([it for it in tensors if is_inexact(it) and not it.is_meta])
+
+    def _is_any_bad(self, tensors: list[Tensor]) -> bool:
+        """Says whether a number is not finite; raises RuntimeError for what is not dense and on the host."""
+        count = len(tensors)
+        if count not in self._large:
+            self._large[count] = [each.numel() > LARGE for each in tensors]
+        large = list(compress(tensors, self._large[count]))
+        are_plain = large and all(each.is_cpu and each.layout is torch.strided for each in large)
+        if are_plain and torch.stack([each.sum() for each in large]).sum().isfinite():  # no number is bad
+            tensors = [it for it, is_large in zip(tensors, self._large[count], strict=True) if not is_large]
+        check_and_unscale_(tensors, self._found, self._one)  # by 1: it changes nothing
+        is_bad = self._found.item() > 0
+        if is_bad:
+            self._found.zero_()
+        return is_bad
+
+    @torch.no_grad()
+    def _ask(self, tensors: list[Tensor]) -> bool:
+        if not tensors:
+            return False
+        device = next((each.device for each in tensors if each.is_cuda), tensors[0].device)
+        if device not in self._scalers:
+            self._scalers[device] = amp.LossScaler(0, 1.0, device)
+        scaler = self._scalers[device]
+        flag = scaler.new_found_inf()
+        scaler.begin(device).unscale_(tensors, flag)  # by 1: it changes nothing
+        return bool(flag)
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the gradients that an optimizer steps by."""
+    return [grad for param in parameters_of(optimizer) if (grad := param.grad) is not None]
+
+
+def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
+    """Returns what our scaler found before the last step, None for an optimizer that is not ours."""
+    try:
+        return amp.backward_outcomes(optimizer)
+    except amp.AmpError:
+        return None
+
+
+def alive(references: Iterable[weakref.ref[Object]]) -> list[Object]:
+    """Returns those objects that the script still has."""
+    return [found for find in references if (found := find()) is not None]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ampatch.apex.legacy import pattern_rows as rows
-from ampatch.apex.legacy.mending.names import Notices
+from ampatch.apex.legacy import rows
+from ampatch.apex.legacy.names import Notices
 
 # Which argument is a mask, and what a keyword calls it.
 MASKS = {

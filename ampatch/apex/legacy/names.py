@@ -16,12 +16,10 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from ampatch.apex.changes import Changes, is_library, script_frame, wrap
-from ampatch.apex.drop_in.real import find_elsewhere
-from ampatch.apex.legacy.finding import is_gone
-from ampatch.apex.legacy.name_rows import LINALG, NAMES
-from ampatch.apex.legacy.old import Old
-from ampatch.apex.legacy.patterns import METHODS
+from ampatch.apex.changes import ProgramChanges, is_library, script_frame, wrap
+from ampatch.apex.drop_in import find_elsewhere
+from ampatch.apex.legacy.finding import METHODS, is_gone
+from ampatch.apex.legacy.rows import LINALG, NAMES, Old
 from ampatch.levels.stack import asked
 
 # The linear algebra that torch still has the names of, and that raises.
@@ -77,14 +75,14 @@ class Places(MetaPathFinder):
 
     finds_apex = True  # which those who look for the module itself pass over
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: ProgramChanges) -> None:
         self._waiting: dict[str, list[Change]] = defaultdict(list)
         sys.meta_path.insert(0, self)
         changes.callback(sys.meta_path.remove, self)
         changes.callback(self._waiting.clear)
 
     def change(self, place: str, change: Change) -> None:
-        """Changes what has this dotted name."""
+        """ProgramChanges what has this dotted name."""
         owner = find_owner(place)
         if owner is None:
             self._waiting[place].append(change)
@@ -118,7 +116,7 @@ def find_owner(place: str) -> object:
     return sys.modules.get(place) or (kind if isinstance(kind, type) else None)
 
 
-def put_back_names(changes: Changes, places: Places, notices: Notices) -> None:
+def put_back_names(changes: ProgramChanges, places: Places, notices: Notices) -> None:
     """Puts the names back that are gone here, so that a use of them can be told of."""
     rows: dict[str, dict[str, Old]] = defaultdict(dict)
     for row in NAMES:
@@ -131,7 +129,7 @@ def put_back_names(changes: Changes, places: Places, notices: Notices) -> None:
         places.change(place, functools.partial(put_back, changes, notices, named))
 
 
-def put_back(changes: Changes, notices: Notices, rows: Mapping[str, Old], owner: object) -> None:
+def put_back(changes: ProgramChanges, notices: Notices, rows: Mapping[str, Old], owner: object) -> None:
     """Puts names back into a module or class."""
     gone = {name: row for name, row in rows.items() if row.name in RAISING or is_gone(row.name)}
     for row in gone.values():
@@ -183,7 +181,7 @@ class OldModule(ModuleType):
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
         self._notices.warn(self._row)
-        return getattr(pkgutil.resolve_name(self._row.new), name)
+        return getattr(pkgutil.resolve_name(self._row.new.removesuffix(":")), name)
 
 
 def warned(function: Callable, notices: Notices, row: Old, /, *args: object, **kwargs: object) -> object:

@@ -11,11 +11,10 @@ from typing import IO
 import numpy as np
 
 from ampatch import AmpValueError
-from ampatch.apex.legacy import pattern_rows as rows
-from ampatch.apex.legacy.mending import unpickler
-from ampatch.apex.legacy.mending.names import Notices
-from ampatch.apex.legacy.mending.trusted import RefusedError
-from ampatch.apex.legacy.old import Old
+from ampatch.apex.legacy import pickles, rows
+from ampatch.apex.legacy.names import Notices
+from ampatch.apex.legacy.pickles import RefusedError
+from ampatch.apex.legacy.rows import Old
 from ampatch.levels.stack import asked
 
 
@@ -46,7 +45,7 @@ class Loads:
                 file.seek(place)
             return load(*args, **{**kwargs, "weights_only": False, **options})
 
-        return self._load(rows.LOAD, file, lambda: load_again(pickle_module=unpickler), load_again)
+        return self._load(rows.LOAD, file, lambda: load_again(pickle_module=pickles), load_again)
 
     def numpy_load(self, load: Callable, /, *args: object, **kwargs: object) -> object:
         """Does what `numpy.load` did up to NumPy 1.16.2, but for code in the file."""
@@ -128,7 +127,7 @@ def read_objects(file: IO[bytes], **options: object) -> object:
         if version not in skip:
             raise RefusedError([f"version {version} of the format .npy"])
         skip[version](file)
-    return unpickler.load(file, **options)
+    return pickles.load(file, **options)
 
 
 class OldNpz(np.lib.npyio.NpzFile):

@@ -1,10 +1,13 @@
-"""Functions that torch, NumPy and Python have removed, with the arguments and results they had."""
+"""What has gone from torch, NumPy, Python and other packages, with the arguments and results it had."""
 
 from __future__ import annotations
 
+import collections.abc
 import functools
 import html
+import importlib
 import inspect
+import math
 from collections import namedtuple
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
@@ -204,3 +207,38 @@ class AdamW(Optimizer):
         param.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-size)
         if group["weight_decay"] > 0:
             param.add_(param, alpha=-group["lr"] * group["weight_decay"])
+
+
+# ---- Modules ----
+
+
+class torch_six:
+    """The names of `torch._six`, which torch 2.0 removed."""
+
+    PY2, PY3, PY37 = False, True, True
+    string_classes = (str, bytes)
+    int_classes = int
+    inf, nan, container_abcs = math.inf, math.nan, collections.abc
+    FileNotFoundError = FileNotFoundError
+    __all__ = ("PY2", "PY3", "PY37", "FileNotFoundError", "container_abcs", "inf", "int_classes", "nan")
+    __all__ += ("string_classes",)
+
+
+class ModelUrls:
+    """The `model_urls` that each file of `torchvision.models` had: `resnet` has that of resnet.py."""
+
+    def __getattr__(self, name: str) -> dict[str, str]:
+        if name.startswith("_"):  # as what looks at all names of modules asks for
+            raise AttributeError(name)
+        models = importlib.import_module(f"torchvision.models.{name}")
+        names = [each.removesuffix("_Weights") for each in vars(models) if each.endswith("_Weights")]
+        by_name = {name.lower(): getattr(models, f"{name}_Weights") for name in names}
+        old = {"inception_v3": "inception_v3_google"}  # the key of those years
+        return {
+            old.get(key, key): weights.IMAGENET1K_V1.url
+            for key, weights in by_name.items()
+            if hasattr(weights, "IMAGENET1K_V1")
+        }
+
+
+model_urls = ModelUrls()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+__all__ = ["MultiTensorApply", "multi_tensor_applier"]
+
 
 class MultiTensorApply:
     """Calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`; `multi_tensor_applier` is one.
@@ -32,3 +34,7 @@ class MultiTensorApply:
     ) -> object:
         self.check_avail()
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+# The chunk size that apex had; nothing here is cut into chunks.
+multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -1,1 +1,0 @@
-"""What has gone from torch, NumPy, Python and other packages, as it was: what old names stand for."""

@@ -1,5 +1,0 @@
-"""The other place where apex had `SyncBatchNorm`."""
-
-from ampatch.apex.parallel.sync_batchnorm import SyncBatchNorm
-
-__all__ = ["SyncBatchNorm"]
