@@ -21,7 +21,7 @@ from ampatch.levels.ranks import find_rank
 from ampatch.models.model import select_python
 from ampatch.session.request import Opening, SessionListener
 from ampatch.steps.block import ScaledLoss
-from ampatch.steps.optimizer import AmpOptimizer, Call
+from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
 from ampatch.steps.scaler import BackwardOutcome, LossScaler
 from ampatch.watching.alarms.history import Alarm, Ring, ScaleHistory, ScaleUpdate, explain_alarm, name_loss
 from ampatch.watching.observers import OBSERVERS
@@ -112,7 +112,7 @@ class Judge:
 class FollowedCall:
     """A call of `initialize` that is followed: its limits, and the folder of its post-mortems."""
 
-    call: Call
+    call: InitializeCall
     limits: Alarms | None
     folder: Path | None
     post_mortems: int = 0  # that were written
