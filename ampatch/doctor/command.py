@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         return open_post_mortem(arguments.open)
     # What traces is imported when it is asked for, not by each `ampatch run`.
     from ampatch.doctor.campaign import Campaign
-    from ampatch.doctor.run import Run
+    from ampatch.doctor.run import ScriptRun
 
     script, out = find_script(arguments), arguments.json
     if arguments.opt_level not in (None, *OPT_LEVELS):
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None and not os.path.isdir(os.path.dirname(os.path.abspath(out))):
         raise AmpValueError(f"--json {out!r}: expected a file in a folder that exists")
     given = {"device": script.device, "legacy": script.legacy, "unsafe_load": script.unsafe_load}
-    run = Run(script.name, script.arguments, script.is_module, level=arguments.opt_level, **given)
+    run = ScriptRun(script.name, script.arguments, script.is_module, level=arguments.opt_level, **given)
     campaign = Campaign(run, tries=not arguments.no_tries, tell=show_progress)
     report = campaign.report()
     show_progress("")

@@ -11,7 +11,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Rank, Tried, join
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.remedies import leave_half
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import FALL, fall_of, find_untried, is_collapse
 
@@ -47,9 +47,9 @@ class Trial:
     tried; where none is enough, two for each other one that is made with the first.
     """
 
-    start: Callable[[str, Run], Seen]
-    explain: Callable[[Seen, Run], Sequence[Finding]]  # what broke in a traced run
-    run: Run
+    start: Callable[[str, ScriptRun], Seen]
+    explain: Callable[[Seen, ScriptRun], Sequence[Finding]]  # what broke in a traced run
+    run: ScriptRun
     seen: Seen
     again: Seen
     can_afford: Callable[[], bool] = field(default_factory=lambda: lambda: True)
@@ -108,7 +108,7 @@ class Trial:
         self.tried[fix] = outcome
         return (fix,)
 
-    def _next(self, run: Run) -> Parts:
+    def _next(self, run: ScriptRun) -> Parts:
         """Returns the first fix for each thing that breaks in a run."""
         try:
             found = self.explain(self.start("tried", run), run)
@@ -126,7 +126,7 @@ class Trial:
                 found = came.after(now)
         return found
 
-    def _come_of(self, run: Run) -> Outcome:
+    def _come_of(self, run: ScriptRun) -> Outcome:
         """Runs a script and says what came of it."""
         try:
             return self._judge(self.start("tried", replace(run, most=self.wanted)))
