@@ -22,9 +22,8 @@ from ampatch.doctor.finding import Finding, Report, merge, merge_steps
 from ampatch.doctor.instruments import watch as instrument
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Enough, Origin
 from ampatch.doctor.instruments.places import Models, user_line
-from ampatch.doctor.instruments.tape import Op, Tape
+from ampatch.doctor.instruments.tape import Enough, Op, Origin, Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import Damage, holds_no_number, is_finite
 from ampatch.doctor.instruments.values import examine as examine_tensor

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ampatch import AmpError
 from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report, merge
-from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
+from ampatch.doctor.instruments.tape import QUOTIENTS, Origin
 from ampatch.doctor.rules.table import explain
 from ampatch.doctor.run import Run
 from ampatch.doctor.runs import Launch, Seen, start_process

@@ -19,8 +19,7 @@ from ampatch.apex.script import Script, level_overrides
 from ampatch.doctor.instruments import precision
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.tape import Tape
+from ampatch.doctor.instruments.tape import Enough, Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Growth, Watch
 from ampatch.doctor.run import Run
@@ -36,7 +35,6 @@ from ampatch.tools.seeds import set_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Carries out a `Run`, which is given as JSON."""
     carry_out(Run.from_json(arguments[0]))
 
 

@@ -47,7 +47,6 @@ class Run:
     rate: float = 1.0
 
     def to_json(self) -> str:
-        """Returns the arguments of a child process."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments.operations import Origin
+from ampatch.doctor.instruments.tape import Origin
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.run import Run
 from ampatch.doctor.suspects import find_suspects
@@ -41,7 +41,6 @@ class Seen:
 
     @classmethod
     def read(cls, file: Path) -> Seen:
-        """Reads what a child of ours wrote."""
         return pickle.loads(file.read_bytes())
 
     @property

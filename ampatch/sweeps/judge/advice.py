@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from ampatch.sweeps import numbers
 from ampatch.sweeps.judge.statistics import (
     compared_metrics,
     distances,
@@ -32,7 +33,6 @@ from ampatch.sweeps.rows import (
     find_level,
     finished,
 )
-from ampatch.tools import numbers
 
 # Less is not worth a change of numerics, and hardly told apart from chance.
 FASTER = 1.02

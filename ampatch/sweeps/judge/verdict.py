@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from ampatch.sweeps import numbers
 from ampatch.sweeps.judge.statistics import compared_metrics, divide, finite, median_of, quantity_of
 from ampatch.sweeps.rows import BASELINE, TOLERANCE, Curve, Distance, Ending, Run, Verdict
-from ampatch.tools import numbers
 
 LAST_STEPS = 20
 # A loss that ends above where it began by more than this part of it has not been trained.
