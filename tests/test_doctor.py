@@ -22,15 +22,14 @@ from ampatch.doctor.finding import Finding, Report, merge, merge_steps
 from ampatch.doctor.instruments import watch as instrument
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Enough, Origin
 from ampatch.doctor.instruments.places import Models, user_line
-from ampatch.doctor.instruments.tape import Op, Tape
+from ampatch.doctor.instruments.tape import Enough, Op, Origin, Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import Damage, holds_no_number, is_finite
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.table import explain
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen, start_process
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
 from ampatch.doctor.text.source import changed_texts
@@ -461,7 +460,7 @@ def test_a_process_of_the_script_leaves_what_was_seen_its_status_and_what_it_sai
     for name in ("statistics", "torch"):  # which are no modules of the script
         (tmp_path / "shell" / f"{name}.py").write_text("raise RuntimeError")
     (tmp_path / "train.py").write_text(FUNCTIONS + "import sys; print(step, file=sys.stderr); sys.exit(3)")
-    run = Run(str(tmp_path / "train.py"), out=str(tmp_path / "seen"))
+    run = ScriptRun(str(tmp_path / "train.py"), out=str(tmp_path / "seen"))
     assert start_process(run, tmp_path) == (3, "3\n")
     assert len(Seen.read(tmp_path / "seen").attempts) == 4
 

@@ -16,9 +16,8 @@ from ampatch.apex.script import level_overrides
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
-from ampatch.doctor.instruments.tape import Tape
+from ampatch.doctor.instruments.tape import Enough, Tape
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent import sample
 from ampatch.doctor.silent.gradients import Ranges, compare_gradients

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from ampatch import AmpError
 from ampatch.doctor.errors import ScriptError, read_error
 from ampatch.doctor.finding import Finding, Report, merge
-from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
+from ampatch.doctor.instruments.tape import QUOTIENTS, Origin
 from ampatch.doctor.rules.table import explain
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Launch, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.notes import examine_silent
@@ -52,7 +52,7 @@ ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmles
 class Campaign:
     """Runs a script as often as it takes; `runs` counts, `unknown` says what could not be known."""
 
-    run: Run
+    run: ScriptRun
     launch: Launch = start_process
     tries: bool = False  # whether advice is tried
     tell: Callable[[str], None] | None = None  # hears of each run
@@ -164,7 +164,7 @@ class Campaign:
                 if is_of_half or "error" not in it.facts
             ]
 
-        def broken(tried: Seen, run: Run) -> list[Finding]:
+        def broken(tried: Seen, run: ScriptRun) -> list[Finding]:
             there = findings_in(tried, origins_of(tried))
             return explained([replace(it, **places_before(it, run.changes)) for it in there])
 
@@ -282,7 +282,7 @@ class Campaign:
         """Says whether another run costs no more than is allowed, beside those that were made."""
         return sum(self.spent) + max(self.spent) <= MOST_TIMES * self.spent[0] + MOST_SECONDS
 
-    def _start(self, name: str, run: Run) -> Seen:
+    def _start(self, name: str, run: ScriptRun) -> Seen:
         """Runs the script in a process of its own, and returns what it left."""
         self.runs += 1
         if self.tell:

@@ -20,11 +20,10 @@ from ampatch.apex.script import Script, level_overrides
 from ampatch.doctor.instruments import precision
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.tape import Tape
+from ampatch.doctor.instruments.tape import Enough, Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Growth, Watch
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.silent.gradients import Ranges
 from ampatch.doctor.silent.looks import Looks
@@ -37,11 +36,10 @@ from ampatch.tools.seeds import set_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Carries out a `Run`, which is given as JSON."""
-    carry_out(Run.from_json(arguments[0]))
+    carry_out(ScriptRun.from_json(arguments[0]))
 
 
-def carry_out(run: Run) -> None:
+def carry_out(run: ScriptRun) -> None:
     """Runs the script as `__main__`; however it ends, what was seen is written."""
     overrides: dict[str, object] = level_overrides(run.level) if run.level else {}
     if run.keep_fp32:
@@ -60,7 +58,7 @@ def carry_out(run: Run) -> None:
             return
 
 
-def look(run: Run, clock: Clock) -> Callable[[], Seen]:
+def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
     """Has a run looked at until its clock is undone; returns what tells what was seen."""
     clock.wrap(torch, "set_anomaly_enabled", lambda enable, mode, check_nan=True: enable(mode, False))
     if run.raises:  # an error in a backward pass with the line of its forward
@@ -108,7 +106,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     return seen
 
 
-def change(run: Run, clock: Clock) -> None:
+def change(run: ScriptRun, clock: Clock) -> None:
     """Has a script use other types, scales and rates than its own, until the clock is undone."""
     if run.float32:
         precision.without_casts(clock.undo)

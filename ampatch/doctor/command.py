@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         return open_post_mortem(arguments.open)
     # What traces is imported when it is asked for, not by each `ampatch run`.
     from ampatch.doctor.campaign import SECONDS, Campaign
-    from ampatch.doctor.run import Run
+    from ampatch.doctor.run import ScriptRun
 
     script, out = find_script(arguments), arguments.json
     if arguments.opt_level not in (None, *OPT_LEVELS):
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None and not os.path.isdir(os.path.dirname(os.path.abspath(out))):
         raise AmpValueError(f"--json {out!r}: expected a file in a folder that exists")
     given = {"device": script.device, "legacy": script.legacy, "unsafe_load": script.unsafe_load}
-    run = Run(script.name, script.arguments, script.is_module, level=arguments.opt_level, **given)
+    run = ScriptRun(script.name, script.arguments, script.is_module, level=arguments.opt_level, **given)
     if (arguments.seconds or 0) < 0:
         raise AmpValueError(f"--seconds {arguments.seconds:g}: expected a number of seconds, or 0")
     seconds = SECONDS if arguments.seconds is None else arguments.seconds

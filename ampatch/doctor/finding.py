@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from ampatch.doctor.fixes import Fix, Paste, Rank, Tried
-from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.places import Place
+from ampatch.doctor.instruments.tape import Origin
 from ampatch.doctor.instruments.watch import Attempt
 
 VERSION = 2

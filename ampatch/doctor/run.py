@@ -10,7 +10,7 @@ from ampatch.doctor.text.source import Change
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ScriptRun:
     """One run of a script, which is watched, and traced as well if `traces`.
 
     `level` is the opt level that it is made to use, None for its own; `float32` turns off what torch itself
@@ -48,11 +48,10 @@ class Run:
     rate: float = 1.0
 
     def to_json(self) -> str:
-        """Returns the arguments of a child process."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Run:
+    def from_json(cls, text: str) -> ScriptRun:
         """Reads them."""
         given: Mapping[str, object] = json.loads(text)
         changes = tuple(Change(**each | {"lines": tuple(each["lines"])}) for each in given["changes"])

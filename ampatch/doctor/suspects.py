@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ampatch.doctor.instruments.operations import Origin
+from ampatch.doctor.instruments.tape import Origin
 from ampatch.doctor.instruments.watch import Attempt
 
 FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning

@@ -29,7 +29,7 @@ from ampatch.steps.events import Surroundings
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
 from ampatch.steps.gradients import WatchForward, validate_sharded
 from ampatch.steps.masters import MasterParams, Weight
-from ampatch.steps.optimizer import AmpOptimizer, Call
+from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
 
 logger = logging.getLogger("ampatch")
 
@@ -56,7 +56,9 @@ class Attachments:
             amps.append(AmpOptimizer(optimizer, masters, around, outer))
         return amps
 
-    def open(self, request: Request, caster: ModelCaster, amps: Sequence[AmpOptimizer], call: Call) -> None:
+    def open(
+        self, request: Request, caster: ModelCaster, amps: Sequence[AmpOptimizer], call: InitializeCall
+    ) -> None:
         """Puts hooks and masters onto the optimizers and models of a call; `call.undo` takes them away."""
         for amp in amps:
             amp.casts = caster.list_casts(amp.params())  # of what is there before its masters are
@@ -72,7 +74,7 @@ class Attachments:
                 refresh = RefreshWeights(caster.list_values(model.modules()), [amp.masters for amp in amps])
                 call.undo.callback(model.register_forward_pre_hook(refresh).remove)
 
-    def _watch_ranks(self, model: Module, amps: Sequence[AmpOptimizer], call: Call) -> None:
+    def _watch_ranks(self, model: Module, amps: Sequence[AmpOptimizer], call: InitializeCall) -> None:
         known = {id(param) for param in model.parameters()}
         listeners = [amp.local for amp in amps if not known.isdisjoint(map(id, amp.masters.model_params()))]
         sharded = select_sharded(model.modules())

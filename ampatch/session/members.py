@@ -25,7 +25,7 @@ from ampatch.steps.block import LateLoss, PlainBackward, ScaledLoss
 from ampatch.steps.events import Changes, Surroundings
 from ampatch.steps.foreign_step import find_hooked
 from ampatch.steps.masters import Weight
-from ampatch.steps.optimizer import AmpOptimizer, Call, Phase
+from ampatch.steps.optimizer import AmpOptimizer, InitializeCall, Phase
 from ampatch.steps.scaler import Scale
 
 Place = tuple[weakref.ref[Module], Callable[[], Float32Values | None]]
@@ -88,7 +88,7 @@ class Members:
 
     # Optimizers
 
-    def add_optimizer(self, amp: AmpOptimizer, call: Call) -> None:
+    def add_optimizer(self, amp: AmpOptimizer, call: InitializeCall) -> None:
         """Adds an optimizer, under the wrapper that was given and the optimizers inside."""
         amp.call = call
         names = [amp.find_given(), *amp.masters.optimizers]

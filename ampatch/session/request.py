@@ -26,7 +26,7 @@ from ampatch.models.rounding import Effect
 from ampatch.steps.block import PlainBackward, ScaledLoss
 from ampatch.steps.events import Listener
 from ampatch.steps.foreign_step import find_hooked
-from ampatch.steps.optimizer import AmpOptimizer, Call
+from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
 from ampatch.steps.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Opening:
     """A call of `initialize` while it is set up, as listeners hear of it."""
 
     request: Request
-    call: Call
+    call: InitializeCall
     amps: Sequence[AmpOptimizer]
     undo: ExitStack  # of what a session changes once, as functions of torch
     rounded: Mapping[Effect, Sequence[str]] = field(default_factory=dict)  # what half changes for the worse

@@ -38,7 +38,7 @@ from ampatch.session.request import (
 from ampatch.steps.block import ScaledLoss
 from ampatch.steps.events import Changes, Surroundings, Tells
 from ampatch.steps.masters import fit_states
-from ampatch.steps.optimizer import AmpOptimizer, Call
+from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
 from ampatch.steps.scaler import BackwardOutcome, LossScaler
 
 logger = logging.getLogger("ampatch")
@@ -80,7 +80,7 @@ class Session(Surroundings):
         self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
         self.members.restore(Members())
         self.shared = Shared(self.data_watch.watched, self.data_watch.touched)
-        self.calls: list[Call] = []  # of `initialize`, that are enabled
+        self.calls: list[InitializeCall] = []  # of `initialize`, that are enabled
         self._attachments = Attachments(self.members, self.data_watch, self.shared)
         self.is_disabled = False
         self._publish(self.events.session_closed, None)
@@ -111,7 +111,7 @@ class Session(Surroundings):
             validate_optimizers(request, members.list_tensors(), members.optimizers())
             self.torch_patch.validate(policy)
             skip_own_frames(self._unframed)
-            call = Call(policy, request.verbosity, make_scalers(request, len(self.scalers())))
+            call = InitializeCall(policy, request.verbosity, make_scalers(request, len(self.scalers())))
             self._open_patches(request, undo)
             undo.callback(call.close)
             call.undo.callback(members.restore, members.copy())

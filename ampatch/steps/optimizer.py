@@ -69,7 +69,7 @@ class OpenBlock(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class InitializeCall:
     """What is left of one call of `initialize`; each optimizer belongs to the call that took it.
 
     The scalers stay, whatever becomes of models and optimizers: `state_dict` numbers them on.
@@ -164,7 +164,7 @@ class AmpOptimizer:
     order of an iteration.
     """
 
-    call: Call  # that took it, once it has
+    call: InitializeCall  # that took it, once it has
 
     def __init__(
         self, optimizer: Optimizer, masters: MasterParams, around: Surroundings, given: object = None

@@ -100,28 +100,14 @@ def _chain(standing: Callable[..., object], wrappers: list[Callable[..., object]
 
 
 def unscaled() -> float:
-    """Returns the scale of a loss that nobody scales."""
     return 1.0
 
 
-class ScalerInUse(amp.Observer):
-    """Knows the scaler of ours that scaled the latest loss: a script may have several, and use one."""
-
-    scaler: amp.LossScaler | None = None
-
-    def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """Notes the scaler of the loss."""
-        self.scaler = amp.loss_scalers()[loss_id]
-
-    def on_uninitialize(self) -> None:
-        """Drops the scaler, which ends with its session."""
-        self.scaler = None
-
-
-class Clock(ScalerInUse):
+class Clock(amp.Observer):
     """Follows a run, and tells listeners of it, in the order in which they were made.
 
-    `part` is what runs outside of models: "input", "loss" or "optimizer".
+    `part` is what runs outside of models: "input", "loss" or "optimizer". `scaler` is the one of ours that
+    scaled the latest loss: a script may have several, and use one.
     """
 
     def __init__(self, undo: ExitStack) -> None:
@@ -139,6 +125,7 @@ class Clock(ScalerInUse):
         self.has_closure = False  # whether the step that runs makes the gradients itself
         self.is_made = False  # whether the optimizer was stepped in this attempt, and not only its scaler
         self._step: FrameType | None = None  # that runs
+        self.scaler: amp.LossScaler | None = None
 
     @property
     def phase(self) -> str:
@@ -157,6 +144,14 @@ class Clock(ScalerInUse):
         self.part = "input"
         self.running.clear()
         self.models.restore()
+
+    def on_loss(self, loss: Tensor, loss_id: int) -> None:
+        """Notes the scaler of the loss."""
+        self.scaler = amp.loss_scalers()[loss_id]
+
+    def on_uninitialize(self) -> None:
+        """Drops the scaler, which ends with its session."""
+        self.scaler = None
 
     def add(self, listener: Instrument) -> None:
         """Tells a listener of the events that it has methods for."""
@@ -189,7 +184,6 @@ class Clock(ScalerInUse):
         self.undo.enter_context(amp.observe(self))
 
     def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
-        """Has a wrapper run in the place of a function, until the clock is undone."""
         wrap(owner, name, wrapper, self.undo)
 
     # ---- Modules ----

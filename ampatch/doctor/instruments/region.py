@@ -141,7 +141,6 @@ def decorated(source: Source, function: ast.stmt, decorators: Lines, imports: Li
 
 
 def is_half_tensor(value: object) -> bool:
-    """Says whether a value is a tensor of float16 or bfloat16."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
 
 

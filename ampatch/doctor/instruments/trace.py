@@ -18,12 +18,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from ampatch.doctor.fixes import Paste
-from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments import places
+from ampatch.doctor.instruments import tape as ops
 from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS
-from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.evidence import explain_arguments, follow, note_error, note_written
-from ampatch.doctor.instruments.origins import Origins
+from ampatch.doctor.instruments.dispatch import Operation, OperationInstrument
+from ampatch.doctor.instruments.evidence import Origins, explain_arguments, follow, note_error, note_written
 from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_of
 from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.values import (
@@ -40,7 +39,7 @@ from ampatch.doctor.instruments.values import (
 )
 
 
-class Trace(Rule):
+class Trace(OperationInstrument):
     """Watches the attempts in `window`, None: all; unless it `goes_on`, it ends after them and `last`."""
 
     looks_inside = True
@@ -202,7 +201,6 @@ class Trace(Rule):
                 explain_arguments(origin, operation, self.models.like_place())
 
     def see_error(self, operation: Operation, error: Exception) -> None:
-        """Notes an operation that raises an error."""
         if operation.taken:
             note_error(error, operation, self.origins, self._region(operation.record, operation))
             operation.record.facts["within"] = self.clock.within is not None

@@ -14,8 +14,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS, Clock, Instrument
-from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import parameters_of
+from ampatch.doctor.instruments.tape import Enough
 from ampatch.doctor.instruments.values import (
     HALF,
     are_finite,
@@ -59,7 +59,6 @@ class Attempt:
 
     @property
     def is_finite(self) -> bool:
-        """Says whether all was finite."""
         return self.loss and self.gradients and self.weights
 
 
@@ -99,7 +98,6 @@ class Watch(Instrument):
             self._is_bad = False
 
     def see_output(self, module: Module, output: object) -> None:
-        """Looks at what a model gives."""
         if self.clock.models.depth == 1 and torch.is_grad_enabled():
             self._is_bad |= not are_finite(tensors_in(output))
 
@@ -148,12 +146,10 @@ class Watch(Instrument):
 
 
 def have_finite_grads(parameters: Iterable[Tensor]) -> bool:
-    """Says whether all numbers of the gradients that parameters have are finite."""
     return are_finite(it.grad for it in parameters if it.grad is not None)
 
 
 def bad_of(parameters: Iterable[Tensor]) -> set[int]:
-    """Returns those whose gradients are not finite, by their ids."""
     return {id(it) for it in parameters if it.grad is not None and not is_finite(it.grad)}
 
 

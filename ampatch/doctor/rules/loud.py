@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ampatch.doctor.instruments import operations as ops
+from ampatch.doctor.instruments import tape as ops
 from ampatch.doctor.rules import remedies as do
 from ampatch.doctor.rules.rule import (
     BACKWARD,

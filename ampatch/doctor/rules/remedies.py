@@ -10,8 +10,8 @@ from dataclasses import replace
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.fixes import Bfloat16, Dynamic, Fix, Float32, Keep, Level, Paste, Rate, StartScale, Words
 from ampatch.doctor.instruments.evidence import lines_with
-from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
+from ampatch.doctor.instruments.tape import EXPONENTIALS, SUMS
 from ampatch.doctor.rules.words import words_for
 from ampatch.doctor.text.logarithm import log_source
 from ampatch.doctor.text.mend import (

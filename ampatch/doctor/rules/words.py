@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments.operations import DOMAINS, MULTIPLY, NORMALIZERS, QUOTIENTS
+from ampatch.doctor.instruments.tape import DOMAINS, MULTIPLY, NORMALIZERS, QUOTIENTS
 
 STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
 NEAR_1 = (*DOMAINS, "log1p")

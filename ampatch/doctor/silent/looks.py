@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS
-from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.operations import CASTS, IGNORED
+from ampatch.doctor.instruments.dispatch import Operation, OperationInstrument
 from ampatch.doctor.instruments.places import (
     is_called_by_ampatch,
     is_called_by_scaler,
@@ -23,7 +22,7 @@ from ampatch.doctor.instruments.places import (
     user_line,
 )
 from ampatch.doctor.instruments.region import region_of
-from ampatch.doctor.instruments.tape import Op, Tape
+from ampatch.doctor.instruments.tape import CASTS, IGNORED, Op, Tape
 from ampatch.doctor.instruments.values import HALF, plain
 from ampatch.doctor.silent.notes import Notes
 from ampatch.doctor.silent.scaled import Scaled
@@ -69,7 +68,7 @@ class Total:
     attempts: set[int] = field(default_factory=set)
 
 
-class Looks(Rule):
+class Looks(OperationInstrument):
     """Looks at the operations of the first attempts, and of those in `window`, in forwards and losses."""
 
     def __init__(self, tape: Tape, notes: Notes, window: Collection[int], scaled: Scaled) -> None:

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
-from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import device_of, user_line
+from ampatch.doctor.instruments.tape import Enough
 from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, quiet, random_of, set_random
 
 SAMPLES = 2**16  # numbers of a tensor, at most
@@ -113,7 +113,6 @@ class Sample(Instrument):
                 self._look_at_gradient(parameter.grad)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
-        """Ends the run, if nothing else is looked at."""
         if self._ends and self.clock.attempt >= self._wanted:
             raise Enough
 

@@ -11,7 +11,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Paste, Rank, Tried, join
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.remedies import leave_half, leave_own_half
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import FALL, fall_of, find_untried, is_collapse
 
@@ -20,7 +20,7 @@ ENOUGH = 200  # steps of a run that is tried, from the one that broke on
 MOST_JOINED = 3  # fixes that are made together
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
 NEAR = 0.05  # of the loss, by which it falls more or less than in float32: as well
-Explain = Callable[[Seen, Run], Sequence[Finding]]  # what broke in a traced run
+Explain = Callable[[Seen, ScriptRun], Sequence[Finding]]  # what broke in a traced run
 Parts = tuple[tuple[str | None, Fix], ...]  # of fixes at their lines
 
 
@@ -50,9 +50,9 @@ class Trial:
     tried; where none is enough, two for each other one that is made with the first.
     """
 
-    start: Callable[[str, Run], Seen]
+    start: Callable[[str, ScriptRun], Seen]
     explain: Explain
-    run: Run
+    run: ScriptRun
     seen: Seen
     again: Seen
     can_afford: Callable[[], bool] = field(default_factory=lambda: lambda: True)
@@ -119,7 +119,7 @@ class Trial:
         self.tried[fix] = outcome
         return (fix,)
 
-    def _next(self, run: Run) -> Parts:
+    def _next(self, run: ScriptRun) -> Parts:
         """Returns the first fix for each thing that breaks in a run."""
         try:
             found = self.explain(self.start("tried", run), run)
@@ -137,7 +137,7 @@ class Trial:
                 found = came.after(now)
         return found
 
-    def _come_of(self, run: Run) -> Outcome:
+    def _come_of(self, run: ScriptRun) -> Outcome:
         """Runs a script and says what came of it."""
         try:
             return self._judge(self.start("tried", replace(run, most=self.wanted)))
