@@ -19,8 +19,8 @@ import torch
 
 import ampatch as amp
 from ampatch.apex import fp16_utils, normalization, optimizers, parallel
+from ampatch.apex.legacy import open_legacy as legacy
 from ampatch.apex.legacy import pickles
-from ampatch.apex.legacy.mending import legacy
 
 MODELS = """
 import collections, enum, os, subprocess, torch

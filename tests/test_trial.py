@@ -167,6 +167,7 @@ def test_of_several_statements_on_a_line_one_is_put_into_float32(tmp_path):
         ("torch.log1p(torch.exp(-x))", "torch.nn.functional.softplus(-x)"),
         ("torch.log(1 + x.exp())", "torch.nn.functional.softplus(x)"),
         ("torch.log(x.exp().sum(1) + y)", None),
+        ("(y, torch.log(y))", None),
         ("torch.log(x.exp().sum())", None),
         ("torch.log(p)", None),
         ("torch.log(1 - torch.softmax(x, -1))", None),

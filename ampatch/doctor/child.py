@@ -6,6 +6,7 @@ import io
 import linecache
 import os
 import pickle
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import SourceFileLoader
@@ -66,6 +67,8 @@ def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
     halved = precision.note_halved(clock.undo)
     change(run, clock)
     watch, growth = Watch(clock, run.most), Growth(clock) if run.grows else None
+    if run.seconds is not None and hasattr(signal, "SIGALRM"):
+        end_late(watch, run.seconds, clock.undo)
     tape = Tape(clock)
     oversized = precision.Oversized(clock) if run.float32 else None
     scaled, ranges = Scaled(clock, notes := Notes(clock)), Ranges(clock)
@@ -84,7 +87,12 @@ def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
     def seen() -> Seen:
         scaled.close()
         return Seen(
-            *(tuple(watch.attempts), watch.is_open, watch.is_half, tuple(trace.found() if trace else ())),
+            *(
+                tuple(watch.attempts),
+                watch.is_open and not watch.is_late,
+                watch.is_half,
+                tuple(trace.found() if trace else ()),
+            ),
             silent=tuple(notes.found.values()),
             shares=ranges.shares,
             growth=growth.facts() if growth else {},
@@ -92,6 +100,7 @@ def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
             without_gpu=tuple(sorted(without_gpu)),
             autocast=min(clock.autocasts, default=None),
             oversized=tuple(oversized.names if oversized else ()),
+            is_late=watch.is_late,
         )
 
     return seen
@@ -108,6 +117,19 @@ def change(run: ScriptRun, clock: Clock) -> None:
         precision.make_with(torch.amp.GradScaler, clock.undo, init_scale=run.init_scale)
     if run.rate != 1.0:
         precision.LoweredRates(clock, run.rate)
+
+
+def end_late(watch: Watch, seconds: float, undo: ExitStack) -> None:
+    """Ends a run after some seconds, with its attempt; at once if that takes half as long again."""
+
+    def note(*_: object) -> None:
+        if watch.is_late:
+            raise Enough
+        watch.is_late = True
+
+    signal.signal(signal.SIGALRM, note)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 2)
+    undo.callback(signal.setitimer, signal.ITIMER_REAL, 0)
 
 
 @contextmanager

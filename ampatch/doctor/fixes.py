@@ -50,6 +50,8 @@ class Fix:
         """What is done of what is said, before what came of it."""
         return ""
 
+    is_exact = True  # whether what broke nothing is computed as before
+
 
 @dataclass(frozen=True, slots=True)
 class Words(Fix):
@@ -197,11 +199,15 @@ class Dynamic(Fix):
 
 @dataclass(frozen=True, slots=True)
 class Paste(Fix):
-    """Other lines in a file of the user's, which are shown if they `are_shown`; `title` says what they do."""
+    """Other lines in a file of the user's, which are shown if they `are_shown`; `title` says what they do.
+
+    They are exact if they compute the same of numbers that broke nothing.
+    """
 
     title: str
     changes: tuple[Change, ...]
     are_shown: bool = True
+    is_exact: bool = True
 
     def change(self, run: ScriptRun) -> ScriptRun | None:
         """Changes the files that the run reads; None where the run changes the same lines by now."""

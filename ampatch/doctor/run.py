@@ -39,6 +39,7 @@ class ScriptRun:
     legacy: bool = False
     unsafe_load: bool = False
     most: int | None = None  # attempts, after which the run ends
+    seconds: float | None = None  # after which it ends with the attempt that runs then
     # What is tried: other lines of files, bfloat16 where torch.autocast takes float16, what a dynamic loss
     # scale starts with, a part of the rate.
     changes: tuple[Change, ...] = ()

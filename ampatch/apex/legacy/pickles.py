@@ -53,11 +53,11 @@ class Unknown:
     """Stands for what a pickle wants and does not get, so that all of that can be told at once."""
 
 
-ACTIVATIONS = (
-    *("relu", "gelu", "silu", "elu", "celu", "selu", "glu", "relu6", "leaky_relu", "prelu", "rrelu", "mish"),
-    *("tanh", "tanhshrink", "sigmoid", "logsigmoid", "softplus", "softsign", "softmax", "log_softmax"),
-    *("hardtanh", "hardsigmoid", "hardswish"),
-)
+FUNCTIONS = """
+    relu gelu silu elu celu selu glu relu6 leaky_relu prelu rrelu mish tanh tanhshrink sigmoid logsigmoid
+    softplus softsign softmax log_softmax hardtanh hardsigmoid hardswish
+"""
+ACTIVATIONS = tuple(FUNCTIONS.split())
 # What pickles name functions of torch after, as `getattr(place, "tanh")`.
 PLACES = (torch.tanh.__reduce__()[1][0], torch.Tensor.__base__)
 
