@@ -136,7 +136,7 @@ def best_scale(largest: float) -> float:
     return 2.0 ** min(LARGEST_SCALE, math.floor(math.log2(LARGEST / largest))) if largest else 1.0
 
 
-# ---- One attempt, taken in half and in float32: its weights, buffers and random state are those of the first ----
+# ---- One attempt, taken in half and in float32 ----
 
 
 SAMPLES = 2**16  # numbers of a tensor, at most
