@@ -25,10 +25,9 @@ from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Growth, Watch
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
-from ampatch.doctor.silent.gradients import Ranges
+from ampatch.doctor.silent.gradients import Ranges, Sample
 from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes
-from ampatch.doctor.silent.sample import Sample
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.text.source import changed_texts
 from ampatch.patching.patcher import Patcher
