@@ -105,6 +105,14 @@ OVERRIDES = [
         "patch_torch_.*contradicts O5.*: use opt_level='O1'",
     ),
     ("O2", {"dtype": torch.bfloat16, "cast_model_type": F16}, "dtype=.*contradict .*give one"),
+    ("O1", {"dtype": F16, "patch_torch_functions_type": torch.bfloat16}, "dtype=.* and patch_.*contradict"),
+    ("O2", {"dtype": torch.bfloat16, "cast_model_type": False}, "dtype=torch.bf.* and .*_type=False contra"),
+    ("O5", {"dtype": torch.bfloat16, "cast_model_type": torch.float32}, "dtype=.* and .*_type=.*32 contra"),
+    ("O0", {"patch_torch_functions_type": F16}, "patch_torch_functions_type=.* contradicts O0.*use"),
+    ("O0", {"cast_model_type": F16}, "cast_model_type=torch.float16 contradicts O0.*use opt_level='O3'"),
+    ("O0", {"patch_torch_functions": True}, "=True contradicts O0: only O1, O4 and O6"),
+    ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32=False contradicts O1"),
+    ("O1", {"master_weights": False}, "master_weights=False contradicts O1"),
     ("O2", {"dtype": torch.float64}, "dtype=torch.float64: expected torch.float16 or torch.bfloat16"),
     ("O2", {"dtype": "quarter"}, "dtype='quarter': expected a floating dtype such as torch.float16"),
     ("O2", {"keep_batchnorm_fp32": "maybe"}, "keep_batchnorm_fp32='maybe': expected True, False or None"),
@@ -132,6 +140,7 @@ OVERRIDES = [
 ]
 
 
+@shows("initialize-contradictions")
 @pytest.mark.parametrize(("level", "options", "message"), OVERRIDES)
 def test_an_override_that_contradicts_the_level_or_cannot_be_read_is_refused(
     refused, level, options, message

@@ -80,6 +80,18 @@ def test_gradients_of_large_and_small_weights_accumulate_in_float32(level, scale
     assert_same_bits([master.grad for master in amp.master_params(optimizer)], expected)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("level", list(HALF))
+def test_a_gradient_that_keeps_its_graph_is_unscaled_at_the_end_of_its_block(level):
+    [half], optimizer = open_session(level, [(3,)])
+    with amp.scale_loss(half.float().square().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward(create_graph=True)
+    expected = 2 * half.detach().float()
+    assert_same_bits([half.grad.detach()], [expected])
+    assert_same_bits([next(amp.master_params(optimizer)).grad.detach()], [expected])
+    half.grad = None  # which holds itself by its graph
+
+
 # Gradients that must not be written where they lie
 
 

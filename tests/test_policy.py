@@ -92,36 +92,6 @@ PATCH, MODEL, NORMS = "patch_torch_functions_type", "cast_model_type", "keep_bat
 
 @shows("initialize-contradictions")
 @pytest.mark.parametrize(
-    ("level", "overrides", "message"),
-    [
-        ("O1", {"dtype": FP16, PATCH: BF16}, "dtype=torch.float16 and patch_.*contradict"),
-        ("O2", {"dtype": FP16, MODEL: BF16}, "dtype=torch.float16 and cast_model_type=.*contradict"),
-        ("O2", {"dtype": BF16, MODEL: False}, "dtype=torch.bf.* and .*_type=False contradict"),
-        ("O5", {"dtype": BF16, MODEL: FP32}, "dtype=torch.bf.* and .*_type=.*32 contradict"),
-        ("O0", {PATCH: FP16}, "patch_torch_functions_type=.* contradicts O0.*use"),
-        ("O2", {PATCH: FP16}, "patch_torch_functions_type=.* contradicts O2.*'O1' or 'O4'"),
-        ("O0", {MODEL: FP16}, "cast_model_type=torch.float16 contradicts O0.*use opt_level='O3'"),
-        ("O1", {MODEL: FP16}, "cast_model_type=torch.float16 contradicts O1.*'O2' or 'O5'"),
-        (
-            "O0",
-            {"patch_torch_functions": True},
-            "patch_torch_functions=True contradicts O0: only O1, O4 and O6",
-        ),
-        ("O2", {"patch_torch_functions": "True"}, "patch_torch_functions=True contradicts O2"),
-        ("O1", {NORMS: True}, "keep_batchnorm_fp32=True contradicts O1.*leave it out"),
-        ("O1", {NORMS: "False"}, "keep_batchnorm_fp32=False contradicts O1"),
-        ("O1", {"master_weights": True}, "master_weights=True contradicts O1.*leave it out"),
-        ("O1", {"master_weights": False}, "master_weights=False contradicts O1"),
-        ("O0", {"master_weights": True}, "master_weights=True contradicts O0.*use opt_level='O2' or 'O5'"),
-    ],
-)
-def test_an_override_that_contradicts_the_level_is_refused_with_the_way_out(level, overrides, message):
-    with pytest.raises(amp.AmpValueError, match=message):
-        resolve_with(level, **overrides)
-
-
-@shows("initialize-contradictions")
-@pytest.mark.parametrize(
     ("level", "overrides"),
     [
         ("O0", {"dtype": FP16}),

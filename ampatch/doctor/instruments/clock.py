@@ -117,6 +117,7 @@ class Clock(amp.Observer):
         self.part, self.in_backward = "input", False
         self.changed: list[Parameter] = []  # those whose gradients the latest backward pass made
         self.repeats = False  # what has run before, in a backward pass
+        self.within: object = None  # the node of a function of the script's whose own backward runs
         self.autocasts: set[str] = set()  # devices for which torch.autocast has been on
         self.get_scale = unscaled  # of the latest loss, in the present attempt; may wait for the device
         self.backward_options: dict[str, object] = {}  # of the latest backward pass, by their names
@@ -128,7 +129,9 @@ class Clock(amp.Observer):
 
     @property
     def phase(self) -> str:
-        """What runs: "forward", or `part`."""
+        """What runs: "forward", "backward" inside of one of the script's own, or `part`."""
+        if self.within is not None:
+            return "backward"
         return "forward" if self.models.is_inside and self.part != "optimizer" else self.part
 
     @property
@@ -250,6 +253,17 @@ class Clock(amp.Observer):
         finally:
             self.repeats = False
             self.models.restore(*before)
+
+    @contextmanager
+    def inside_of(self, node: object, place: Standing) -> Iterator[None]:
+        """A backward that the script itself has written runs inside, for a function at a place."""
+        before, self.within = (self.models.save(), self.within), node
+        self.models.restore(*place)
+        try:
+            yield
+        finally:
+            standing, self.within = before
+            self.models.restore(*standing)
 
     # ---- Steps ----
 

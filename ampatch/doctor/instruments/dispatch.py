@@ -12,12 +12,13 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.places import is_called_by_ampatch, user_line
 from ampatch.doctor.instruments.tape import CASTING, RUNNING, Op, Tape, name_of
-from ampatch.doctor.instruments.values import Tensors, inexact_in, quiet
+from ampatch.doctor.instruments.values import Tensors, inexact_in, node_of, quiet
 from ampatch.patching.patcher import Patcher
 
 COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
@@ -170,11 +171,13 @@ class Operations(TorchFunctionMode):
     def follow(self) -> None:
         """Shows operations until the clock is undone, and what torch shows no mode.
 
-        These are functions of `torch.autograd.Function`, and what reentrant checkpoints repeat.
+        These are functions of `torch.autograd.Function`, with what their backwards call, and what reentrant
+        checkpoints repeat.
         """
         reentrant = inspect.unwrap(torch.utils.checkpoint.CheckpointFunction)  # a session puts another there
         self._clock.wrap(reentrant, "forward", self._remember)
         self._clock.wrap(reentrant, "backward", self._repeat)
+        self._clock.wrap(BackwardCFunction, "apply", self._go_back)
         held, patcher = vars(Function)["apply"], Patcher()
 
         def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
@@ -192,10 +195,20 @@ class Operations(TorchFunctionMode):
         if not rules:
             return
         operation = Operation.now(self._clock, name, None, args, kwargs)
+        for node in {node_of(it) for it in given if isinstance(node_of(it), BackwardCFunction)}:
+            node.ampatch_function = self._clock.models.save()
         with quiet():
             self._record(operation, given)
             for rule in rules:
                 rule.see_function(operation)
+
+    def _go_back(self, apply: Callable[..., object], node: object, *args: object) -> object:
+        """Shows what a backward of the script's own calls, at the place of its function."""
+        place = getattr(node, "ampatch_function", None)
+        if place is None or not self._rules_now():
+            return apply(node, *args)
+        with self._clock.inside_of(node, place), self if self._is_off else nullcontext():
+            return apply(node, *args)
 
     def _remember(self, forward: Callable[..., object], ctx: object, *args: object) -> object:
         ctx.ampatch_place = self._clock.models.save()

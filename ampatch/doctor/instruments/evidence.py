@@ -17,7 +17,7 @@ from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.places import Place, is_called_by_user
 from ampatch.doctor.instruments.region import statement_of_zeros
 from ampatch.doctor.instruments.tape import Op, Tape
-from ampatch.doctor.instruments.values import Damage, Tensors, examine, is_mask, plain
+from ampatch.doctor.instruments.values import HALF, Damage, Tensors, examine, is_mask, plain
 from ampatch.doctor.text.source import place_of, statement_of
 from ampatch.levels.precision import HALF_TYPES
 
@@ -173,7 +173,7 @@ def explain_arguments(origin: ops.Origin, of: Operation, like: list[str]) -> Non
     if bad and call.phase == "optimizer":
         call.facts["given"] = str(float(bad[0]))
     is_cast = call.op in ops.CASTS or call.phase == "input"  # as of a buffer, by initialize
-    if is_cast and (constant := find_overflow_of(taken)):
+    if is_cast and (constant := find_overflow_of(taken, call.dtype)):
         call.facts["constant"] = constant
     if call.op in ops.SOFTMAXES:
         call.facts.setdefault("constant", (-math.inf, "-inf", call.dtype))
@@ -222,13 +222,14 @@ def note_error(error: Exception, of: Operation, origins: Origins, region: Paste 
     origins.reach([origins.add(call, damage, region=region)])
 
 
-def find_overflow_of(tensors: Tensors) -> Constant | None:
-    """Returns the number that alone is too large for float16 where tensors are cast: that of a mask."""
+def find_overflow_of(tensors: Tensors, dtype: str) -> Constant | None:
+    """Returns the number that alone is too large for half where tensors are cast: that of a mask."""
+    half = dtype if dtype in HALF else "float16"
     for tensor in tensors:
         values = plain(tensor).float()
-        too_large = values[values.abs() >= torch.finfo(torch.float16).max]
+        too_large = values[values.abs() >= torch.finfo(getattr(torch, half)).max]
         if too_large.numel() > 1 and (too_large == too_large[0]).all():
-            return too_large[0].item(), "inf" if too_large[0] > 0 else "-inf", "float16"
+            return too_large[0].item(), "inf" if too_large[0] > 0 else "-inf", half
     return None
 
 

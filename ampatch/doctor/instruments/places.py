@@ -117,6 +117,13 @@ class Models:
         held = (it for root in self.roots for it in (*root.named_parameters(), *root.named_buffers()))
         return next((path for path, it in held if key_of(it) == key), None)
 
+    def name_of_buffer(self, tensor: Tensor) -> str | None:
+        """Names the buffer that a tensor is, of models that have run or are in sight, as in `initialize`."""
+        key = key_of(tensor)
+        roots = (*self.roots, *(() if self.roots else (it for _, it in modules_in_sight())))
+        held = (it for root in roots for it in root.named_buffers())
+        return next((path for path, it in held if it is tensor or key_of(it) == key), None)
+
     def parameters(self) -> list[Parameter]:
         """Returns the parameters of all models that have run."""
         if self._listed is None:

@@ -55,6 +55,7 @@ class Attempt:
     is_again: bool = False  # of the backward pass that the attempt before was of
     left_out: bool = False  # a model gave bad numbers, and no backward pass followed
     value: float = 0.0  # of the loss, of several backward passes their mean
+    buffer: str | None = None  # the first that has become bad
 
     @property
     def is_finite(self) -> bool:
@@ -70,6 +71,7 @@ class Watch(Instrument):
     def __init__(self, clock: Clock, most: int | None = None) -> None:
         super().__init__(clock)
         self._most = most
+        self.is_late = False  # whether the run has taken too long, and ends with this attempt
         self.attempts: list[Attempt] = []
         self._now = Attempt()
         self._steps: Counter[Optimizer] = Counter()
@@ -130,14 +132,16 @@ class Watch(Instrument):
         state = tensors_in(list(optimizer.state.values()))
         held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
         self._now.weights &= are_finite(held)
-        self._now.weights &= {id(it) for it in self.clock.models.lost_buffers()} <= self._unset
+        lost = [it for it in self.clock.models.lost_buffers() if id(it) not in self._unset]
+        self._now.weights &= not lost
+        self._now.buffer = self.clock.models.name_of_buffer(lost[0]) if lost else None
         if self._losses:
             self._now.value = sum(self._losses) / len(self._losses) / (self._now.scale or 1.0)
         self.attempts.append(self._now)
         self._lost = 0 if self._now.weights else self._lost + 1
         self._now, self.is_open = Attempt(), False
         self._has_backward, self._losses = False, []
-        if len(self.attempts) == self._most or self._lost == MOST_LOST:
+        if self.is_late or len(self.attempts) == self._most or self._lost == MOST_LOST:
             raise Enough
 
 

@@ -97,9 +97,15 @@ RULES = (  # the first that explains a finding is its cause
         (has("static"),),
     ),
     Rule(
+        "error of the script in half",
+        "the script raises an error, in half alone: {error}",
+        (do.leave_own_half, do.advised),
+        (("error",),),
+    ),
+    Rule(
         "types that differ",
         "{op} raises an error, in half alone: {error}",
-        (do.cast_alike, *PRECISION),
+        (do.cast_alike, do.pair_casts, *PRECISION),
         (lambda it: bool(re.search("dtype|scalar type", str(it.facts.get("error")))),),
     ),
     Rule("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),

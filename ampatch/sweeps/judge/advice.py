@@ -306,6 +306,9 @@ def about_the_rest(settings: Settings, runs: Sequence[Run]) -> str:
     return f"Only {made} of {planned} runs were made." if made < planned else ""
 
 
+# ---- The sweep that runs make ----
+
+
 def summarize(settings: Settings, environment: Environment, runs: Sequence[Run]) -> Sweep:
     """Returns the sweep that these runs make, which may be any part of those that were planned.
 

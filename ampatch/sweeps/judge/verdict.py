@@ -201,6 +201,8 @@ def write_distance(distance: Distance, origin: str = BASELINE) -> str:
     return f"{numbers.short(distance.value)}, {far} {side} {origin}"
 
 
+# ---- Conditions: which runs can be compared in speed ----
+
 # Times of runs that lost parts of their time which differ by more than this are of other conditions.
 ALIKE = 0.05
 # From this part on times say nothing, however often repeated: with two busy loops on two cores a level of 1.5

@@ -111,6 +111,8 @@ def chart_of(
     return Chart(row.name, title, words, draw(curves, own.mean.break_off, shown, (1, max(end, 2))))
 
 
+# ---- Drawings: SVG in the colours of the page, which its style sheet names and changes with the theme ----
+
 WIDTH, HEIGHT = 360, 160  # of a chart, in CSS pixels on a phone of 390
 LEFT, RIGHT, FOOT, HEAD = 60, 20, 34, 6  # margins, which hold the numbers
 WIDE = 10.0  # a range with a larger ratio gets a logarithmic axis

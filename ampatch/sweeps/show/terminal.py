@@ -132,6 +132,8 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+# ---- Columns: what each shows of a level, in the terminal and on the page ----
+
 LONGEST_WORD = 20
 
 

@@ -135,7 +135,7 @@ SENTENCES = {
     ),
     "low": (
         "the loss scale fell to {update.next_scale:g}, below {limits.scale_below:g}: small gradients are 0 "
-        "in float16{detail}. Keep the layer that overflows in float32, or take bfloat16 (O4, O5)"
+        "in float16. Keep the layer that overflows in float32, or take bfloat16 (O4, O5)"
     ),
     "minimum": (
         f"gradients overflow at a loss scale of {{update.next_scale:g}}, the least allowed, and steps "
@@ -144,11 +144,9 @@ SENTENCES = {
 }
 
 
-def explain_alarm(kind: str, name: str, update: ScaleUpdate, limits: Alarms, detail: object = None) -> str:
-    """Says what an alarm is about, and what to do; `detail` is what was found at a closer look."""
-    told = "" if detail is None else f" ({detail})"
-    sentence = SENTENCES[kind].format(update=update, limits=limits, detail=told)
-    return f"{name}, step {update.step}: {sentence}"
+def explain_alarm(kind: str, name: str, update: ScaleUpdate, limits: Alarms) -> str:
+    """Says what an alarm is about, and what to do."""
+    return f"{name}, step {update.step}: {SENTENCES[kind].format(update=update, limits=limits)}"
 
 
 def name_loss(loss_id: int, first: int) -> str:

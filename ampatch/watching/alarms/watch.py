@@ -27,8 +27,6 @@ from ampatch.watching.alarms.history import Alarm, Ring, ScaleHistory, ScaleUpda
 from ampatch.watching.observers import OBSERVERS
 from ampatch.watching.post_mortem import (
     LastForward,
-    Underflow,
-    count_underflow,
     pack,
     parse_post_mortem,
     write,
@@ -281,7 +279,7 @@ class AlarmWatch(SessionListener):
         if amp.last_outcomes:
             self._note_outcomes(amp.last_outcomes)
         if self._is_urgent or OBSERVERS.all:
-            self._take_known(amp, wait=False)
+            self._take_known(wait=False)
         for forward in seen.forwards:
             last = forward()
             if last is not None:
@@ -333,13 +331,13 @@ class AlarmWatch(SessionListener):
 
     def settle(self) -> None:
         """Takes all that is on its way, and waits for it."""
-        self._take_known(None, wait=True)
+        self._take_known(wait=True)
 
-    def _take_known(self, amp: AmpOptimizer | None, *, wait: bool) -> None:
+    def _take_known(self, *, wait: bool) -> None:
         if self._reading.acquire(blocking=wait):  # else another thread reads, and this step later
             try:
                 for record, update in self._read(wait=wait):
-                    self._take(record, update, amp)
+                    self._take(record, update)
                 self._is_urgent = bool(self._unread) or any(ring.sent for ring in self._rings.values())
             finally:
                 self._reading.release()
@@ -351,26 +349,23 @@ class AlarmWatch(SessionListener):
             record = self._records.get(loss_id)
             return ScaleHistory(loss_id) if record is None else record.ring.history()
 
-    def _take(self, record: FollowedLoss, update: ScaleUpdate, amp: AmpOptimizer | None) -> None:
+    def _take(self, record: FollowedLoss, update: ScaleUpdate) -> None:
         record.ring.note(update)
         OBSERVERS.tell_scale(update, record.scaler.loss_id)
         if record.judge is None:
             return
         kinds = record.judge.take(update, getattr(record.scaler.config, "floor", 0.0))
         if kinds:
-            self._raise(record, update, kinds, amp)
+            self._raise(record, update, kinds)
 
     # Alarms
 
-    def _raise(
-        self, record: FollowedLoss, update: ScaleUpdate, kinds: Sequence[str], amp: AmpOptimizer | None
-    ) -> None:
+    def _raise(self, record: FollowedLoss, update: ScaleUpdate, kinds: Sequence[str]) -> None:
         """Tells of alarms; whatever goes wrong here, training goes on."""
         try:
             followed, loss_id = record.call, record.scaler.loss_id
-            found = None if amp is None or "low" not in kinds else _look_closer(amp, update)
             name = name_loss(loss_id, followed.call.scalers[0].loss_id)
-            words = {kind: explain_alarm(kind, name, update, followed.limits, found) for kind in kinds}
+            words = {kind: explain_alarm(kind, name, update, followed.limits) for kind in kinds}
             is_off = parse_post_mortem(True) is None  # by the environment
             end = "" if followed.folder is not None or is_off else f". {KEEP}"
             alarms = [
@@ -417,12 +412,6 @@ def _combine(step: int, outcomes: Sequence[BackwardOutcome]) -> ScaleUpdate:
     is_finite = False if False in losses else None if None in losses else True
     skipped = any(overflow for overflow, *_ in numbers)
     return ScaleUpdate(step, numbers[0][1], numbers[-1][2], skipped, is_finite)
-
-
-def _look_closer(amp: AmpOptimizer, update: ScaleUpdate) -> Underflow | None:
-    """Counts the gradients of a step that are lost at its scale; some host syncs."""
-    grads = [param.grad for param in amp.masters.stepped_params() if param.grad is not None]
-    return count_underflow([(grad, update.scale) for grad in grads])
 
 
 # Callbacks are those of the process, as the session is.
