@@ -86,12 +86,10 @@ def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
     def seen() -> Seen:
         scaled.close()
         return Seen(
-            *(
-                tuple(watch.attempts),
-                watch.is_open and not watch.is_late,
-                watch.is_half,
-                tuple(trace.found() if trace else ()),
-            ),
+            attempts=tuple(watch.attempts),
+            is_open=watch.is_open and not watch.is_late,
+            is_half=watch.is_half,
+            origins=tuple(trace.found() if trace else ()),
             silent=tuple(notes.found.values()),
             shares=ranges.shares,
             growth=growth.facts() if growth else {},
