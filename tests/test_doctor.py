@@ -581,6 +581,18 @@ def test_a_script_that_never_steps_is_told_so(run_script):
 
 
 @pytest.mark.process
+def test_an_error_that_float32_does_not_raise_is_a_finding(run_script, capsys):
+    line = "assert step < 2 or x.half().dtype != torch.float16, 'half'  # HERE"
+    status, report = run_script(text := script("O1", batch=line))
+    (found,) = report["findings"]
+    number = next(at for at, it in enumerate(text.splitlines(), 1) if "HERE" in it)
+    assert (status, found["op"], found["phase"]) == (1, "AssertionError", "error")
+    assert found["where"].endswith(f"train.py:{number}")
+    assert report["unknown"] == []  # it is said once
+    assert "in half alone: half" in capsys.readouterr().out
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("batch", ["time.sleep(0.2)", "time.sleep(900 if step else 0)"])
 def test_a_script_that_takes_too_long_is_ended_and_reported(run_script, capsys, batch):
     text = script(batch=batch).replace("range(6)", "range(1000)")
@@ -676,6 +688,7 @@ def attempts(*words, scale=1024.0):
         ("ggg+ogg", (3,), False),  # it grew to where it never was
         ("gggogg", (3,), False),
         ("ggogogog", (2, 4, 6), True),
+        ("gogg+ogg+ogg+ogg", (1, 4, 7, 10), False),  # it grows, and is too large again
         ("ggogogog" + 16 * "g", (2, 4, 6), False),  # it has found its size
         ("oooooo", (0, 5, 1, 2, 3, 4), True),
         ("gggw", (3,), False),

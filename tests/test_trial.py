@@ -2,6 +2,7 @@
 
 import dis
 import json
+import linecache
 import math
 import sys
 from contextlib import ExitStack
@@ -179,6 +180,16 @@ def test_the_logarithm_of_a_sigmoid_or_a_softmax_becomes_one_function(tmp_path, 
     assert (change and change.lines) == (mended and (f"y = {mended}",))
 
 
+def test_exponentials_that_have_a_name_are_mended_with_their_logarithm(tmp_path):
+    lines = ["e = torch.exp(self.a(x))", "h = torch.log(1 + e)"]
+    (tmp_path / "net.py").write_text("\n".join(lines))
+    change = log_source(f"{tmp_path}/net.py:1")
+    assert change.lines == ("e = self.a(x)", "h = torch.nn.functional.softplus(e)")
+    (tmp_path / "net.py").write_text("\n".join([*lines, "y = e"]))
+    linecache.checkcache()
+    assert log_source(f"{tmp_path}/net.py:1") is None  # something else reads it
+
+
 @pytest.mark.parametrize(
     ("between", "line", "mended"),
     [
@@ -291,6 +302,7 @@ def seen(*losses):
 RISES = seen(*[4.0] * 6, 5.0, 6.0)
 GOOD, FLAT, LESS, SHORT = seen(*range(8, 0, -1)), seen(*[4.0] * 8), seen(*[8.0] * 5, 7, 7, 7), seen(8.0, 7.0)
 BAD, LATE = seen(8.0, math.nan, *[1.0] * 6), seen(*range(8, 1, -1), None)
+ALMOST = seen(*[8.0] * 2, 6, 4, 4, 3, 2, 2)
 LEVELS = ("O1", "O2", "O3", "O4", "O5")
 
 
@@ -347,6 +359,7 @@ def test_what_trains_comes_first_and_what_breaks_last(came, order, said):
         ([GOOD], GOOD, ["O1", "divide", "mend the data"]),
         ([BAD], GOOD, ["divide", LAST, "mend the data", "O1"]),
         ([LESS], GOOD, ["divide", LAST, "O1", "mend the data"]),
+        ([ALMOST, GOOD], GOOD, ["O2", "O1", "divide", "mend the data"]),  # nearer to float32
         ([BAD], BAD, ["divide", "mend the data", "O1"]),
         ([BAD], FLAT, ["divide", "mend the data", "O1"]),
         ([BAD], replace(GOOD, is_half=True), ["divide", "mend the data", "O1"]),
@@ -354,6 +367,14 @@ def test_what_trains_comes_first_and_what_breaks_last(came, order, said):
 )
 def test_what_takes_a_reader_comes_behind_what_trains(came, again, order):
     assert order_of(came, first="divide", again=again)[0] == order
+
+
+def test_what_changes_what_half_holds_as_well_does_not_end_the_search():
+    fixes = Paste("clamp", (Change("a.py", 1, 1, ("x",)),), is_exact=False), Level("O4")
+    finding = sample_finding(step=1, remedies=fixes)
+    found = Trial(lambda *_: GOOD, lambda *_: (), ScriptRun("train.py"), BAD, GOOD).order(finding)
+    assert [str(it) for it in found.tried] == [TRAINS, TRAINS]
+    assert found.remedies == fixes[::-1]
 
 
 def scaled(scales, broken):

@@ -25,10 +25,9 @@ from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Growth, Watch
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
-from ampatch.doctor.silent.gradients import Ranges
+from ampatch.doctor.silent.gradients import Ranges, Sample
 from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes
-from ampatch.doctor.silent.sample import Sample
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.text.source import changed_texts
 from ampatch.patching.patcher import Patcher
@@ -68,8 +67,7 @@ def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
     halved = precision.note_halved(clock.undo)
     change(run, clock)
     watch, growth = Watch(clock, run.most), Growth(clock) if run.grows else None
-    if run.seconds is not None and hasattr(signal, "SIGALRM"):
-        end_late(watch, run.seconds, clock.undo)
+    end_late(watch, run.seconds, clock.undo)
     tape = Tape(clock)
     oversized = precision.Oversized(clock) if run.float32 else None
     scaled, ranges = Scaled(clock, notes := Notes(clock)), Ranges(clock)
@@ -88,12 +86,10 @@ def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
     def seen() -> Seen:
         scaled.close()
         return Seen(
-            *(
-                tuple(watch.attempts),
-                watch.is_open and not watch.is_late,
-                watch.is_half,
-                tuple(trace.found() if trace else ()),
-            ),
+            attempts=tuple(watch.attempts),
+            is_open=watch.is_open and not watch.is_late,
+            is_half=watch.is_half,
+            origins=tuple(trace.found() if trace else ()),
             silent=tuple(notes.found.values()),
             shares=ranges.shares,
             growth=growth.facts() if growth else {},
@@ -120,7 +116,7 @@ def change(run: ScriptRun, clock: Clock) -> None:
         precision.LoweredRates(clock, run.rate)
 
 
-def end_late(watch: Watch, seconds: float, undo: ExitStack) -> None:
+def end_late(watch: Watch, seconds: float | None, undo: ExitStack) -> None:
     """Ends a run after some seconds, with its attempt; at once if that takes half as long again."""
 
     def note(*_: object) -> None:
@@ -128,9 +124,10 @@ def end_late(watch: Watch, seconds: float, undo: ExitStack) -> None:
             raise Enough
         watch.is_late = True
 
-    signal.signal(signal.SIGALRM, note)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 2)
-    undo.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+    if seconds is not None and hasattr(signal, "SIGALRM"):  # which Windows has not
+        signal.signal(signal.SIGALRM, note)
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 2)
+        undo.callback(signal.setitimer, signal.ITIMER_REAL, 0)
 
 
 @contextmanager

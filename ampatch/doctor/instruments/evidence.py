@@ -156,7 +156,7 @@ def explain_arguments(origin: ops.Origin, of: Operation, like: list[str]) -> Non
     """Puts into the facts of what broke what its arguments show; `like` are modules of the class it is in."""
     call, taken = origin.call, of.taken
     call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
-    if call.facts["own"] and call.phase == "forward":
+    if call.facts["own"] and (call.phase == "forward" or call.facts.get("within")):
         call.facts["alike"] = like
     nothing = find_nothing(of)
     is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))

@@ -99,7 +99,7 @@ RULES = (  # the first that explains a finding is its cause
     Rule(
         "error of the script in half",
         "the script raises an error, in half alone: {error}",
-        (do.leave_own_half, do.advised),
+        (do.leave_own_half, do.advised, "give that line float32: x.float() of what is half there"),
         (("error",),),
     ),
     Rule(

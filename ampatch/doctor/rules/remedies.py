@@ -225,6 +225,7 @@ def mend(title: str, otherwise: str | None = None, is_exact: bool = True, **how:
     """Writes the statement with what a `Mend` of these fields changes; says so where that is not seen."""
 
     def remedy(finding: Finding) -> Fix:
+        """Writes it with the names and numbers of the finding."""
         words = words_for(finding)
         op = "div" if finding.op in ("true_divide", "div_") else finding.op
         filled = {
@@ -338,8 +339,8 @@ COUNT_TARGETS = mend(
     tail=" / ({y} != -100).sum().clamp(min=1)",
 )
 CLAMP_COUNT = mend("clamp the count", "divide by count.clamp(min=1)", suffix=".clamp(min=1)")
-CLAMP_ROOT = mend("clamp what is under the root: x.clamp(min={eps})", is_exact=False, suffix=CLAMP)
-CLAMP_BASE = mend("clamp the base: x.clamp(min={eps}) ** p", is_exact=False, suffix=CLAMP)
+CLAMP_ROOT = mend("clamp what is under the root: x.clamp(min={eps})", suffix=CLAMP)
+CLAMP_BASE = mend("clamp the base: x.clamp(min={eps}) ** p", suffix=CLAMP)
 TAKE_0 = mend("take 0 for it where there is nothing to divide by", suffix=".where({x} > 0, float('inf'))")
 CLAMP_LOG = mend(
     "clamp before the log, or take a loss on logits (binary_cross_entropy_with_logits, cross_entropy)",
