@@ -91,7 +91,7 @@ class Members:
     def add_optimizer(self, amp: AmpOptimizer, call: InitializeCall) -> None:
         """Adds an optimizer, under the wrapper that was given and the optimizers inside."""
         amp.call = call
-        names = [amp.find_given(), *amp.masters.optimizers]
+        names = [amp.find_outer(), *amp.masters.optimizers]
         self._optimizers |= dict.fromkeys(map(id, names), weakref.ref(amp))
         self._passive = [
             reference for reference in self._passive if all(reference() is not one for one in names)
@@ -111,8 +111,8 @@ class Members:
         amp = None if find is None else find()
         if amp is None:
             return None
-        is_it = optimizer is amp.optimizer or optimizer is amp.find_given()  # ids are used again
-        return amp if is_it or any(optimizer is one for one in amp.masters.optimizers) else None
+        is_one = optimizer is amp.optimizer or optimizer is amp.find_outer()  # ids are used again
+        return amp if is_one or any(optimizer is one for one in amp.masters.optimizers) else None
 
     def optimizers(self, *, of_thread: int | None = None) -> list[AmpOptimizer]:
         """What is kept for the optimizers; or for those that a thread uses.
