@@ -50,8 +50,7 @@ from ampatch.session.frontend import (
     uninitialize,
 )
 from ampatch.steps.scaler import BackwardOutcome, LossScaler
-from ampatch.watching.alarms.alarm import Alarm
-from ampatch.watching.alarms.history import ScaleHistory, ScaleUpdate
+from ampatch.watching.alarms.history import Alarm, ScaleHistory, ScaleUpdate
 from ampatch.watching.alarms.log import history, log_to, on_alarm
 from ampatch.watching.listeners import listen
 from ampatch.watching.observers import Observer, observe, observers, report

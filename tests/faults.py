@@ -23,7 +23,7 @@ import torch
 from ampatch.doctor.campaign import Campaign, start_process
 from ampatch.doctor.child import carry_out as run_child
 from ampatch.doctor.finding import Report
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 
 # ---- Faults ----
 
@@ -429,7 +429,7 @@ def truth_of(kind: Kind, family: str, bad: int, sample: int, script: str) -> dic
 # ---- Runs ----
 
 
-def fork_child(run: Run, folder: Path) -> tuple[int, str]:
+def fork_child(run: ScriptRun, folder: Path) -> tuple[int, str]:
     """Runs a script in a fork, which has torch already; not beside a GPU, whose threads forbid it."""
     if torch.cuda.is_available():
         return start_process(run, folder)
@@ -437,7 +437,7 @@ def fork_child(run: Run, folder: Path) -> tuple[int, str]:
     said = folder / "said.txt"
     child = os.fork()
     if child == 0:
-        run_forked(lambda: run_child(Run.from_json(run.to_json())), said)
+        run_forked(lambda: run_child(ScriptRun.from_json(run.to_json())), said)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), said.read_text()
 
@@ -473,7 +473,7 @@ def diagnose(script: str, folder: Path, tries: bool = False) -> Report:
     """Returns the doctor's report on a script."""
     (folder / "train.py").write_text(script)
     linecache.clearcache()
-    return Campaign(Run(str(folder / "train.py")), launch=fork_child, tries=tries).report()
+    return Campaign(ScriptRun(str(folder / "train.py")), launch=fork_child, tries=tries).report()
 
 
 def report_on(script: str, folder: Path, tries: bool = False) -> dict:

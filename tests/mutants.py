@@ -86,7 +86,7 @@ steps/scaler.py | found_inf.is_cpu and dist.get_ | (dist.get_backend(group) == '
 steps/optimizer.py | not self.earlier.pairs | (False) | puts nothing back: slower
 steps/scaler.py | self._current is None | (True) | copies a number: slower
 steps/scaler.py | 31 | (32) | a number that no tracker reaches either
-watching/alarms/record.py | self.judge is None or self.jud | (self.judge is None) | judges more: slower
+watching/alarms/watch.py | self.judge is None or self.jud | (self.judge is None) | judges more: slower
 watching/observers.py | return kind in self._said | return None | it is said once all the same: slower
 """
 PAIRS = (

@@ -225,13 +225,10 @@ def test_a_file_is_shorter_than_600_lines(path):
     assert len(path.read_text().splitlines()) < 600
 
 
-# Apex has two classes of each of the first names, and scripts ask for both; trainers ask for the plugin by
-# each of the two names of Lightning's package.
-NAMED_TWICE_BY_OTHERS = {"FP16_Optimizer", "LossScaler", "AmpPrecision"}
+# Apex has two classes of each of these names, and scripts ask for both.
+NAMED_TWICE_BY_OTHERS = {"FP16_Optimizer", "LossScaler"}
 # Of the doctor and the sweep, which are to get a name of their own.
-NAMED_TWICE = {
-    *("Level", "Outcome", "Rule", "Run", "ScaledLoss"),
-}
+NAMED_TWICE = {"Level", "Outcome", "ScaledLoss"}
 
 
 def test_a_name_is_that_of_one_class():

@@ -17,20 +17,19 @@ from torch import nn
 import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.doctor.campaign import findings_in, origins_of
-from ampatch.doctor.errors import describe_error
+from ampatch.doctor.errors import read_error
 from ampatch.doctor.finding import Finding, Report, merge, merge_steps
 from ampatch.doctor.instruments import watch as instrument
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Enough, Origin
 from ampatch.doctor.instruments.places import Models, user_line
-from ampatch.doctor.instruments.tape import Op, Tape
+from ampatch.doctor.instruments.tape import Enough, Op, Origin, Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import Damage, holds_no_number, is_finite
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.table import explain
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen, start_process
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
 from ampatch.doctor.text.source import changed_texts
@@ -378,7 +377,7 @@ TRACED = {  # the script, and fields of its first finding; without a step it has
     ),
     "a function of its own": (
         OWN_FUNCTION,
-        {"op": "Root", "phase": "backward", "module": "2", "step": 2, "line": 15},
+        {"op": "div", "phase": "backward", "module": "2", "step": 2, "line": 12},
     ),
     "inf that reaches nothing": (
         script(loss="seen = (loss.detach() * 0).log()"),
@@ -461,7 +460,7 @@ def test_a_process_of_the_script_leaves_what_was_seen_its_status_and_what_it_sai
     for name in ("statistics", "torch"):  # which are no modules of the script
         (tmp_path / "shell" / f"{name}.py").write_text("raise RuntimeError")
     (tmp_path / "train.py").write_text(FUNCTIONS + "import sys; print(step, file=sys.stderr); sys.exit(3)")
-    run = Run(str(tmp_path / "train.py"), out=str(tmp_path / "seen"))
+    run = ScriptRun(str(tmp_path / "train.py"), out=str(tmp_path / "seen"))
     assert start_process(run, tmp_path) == (3, "3\n")
     assert len(Seen.read(tmp_path / "seen").attempts) == 4
 
@@ -582,12 +581,35 @@ def test_a_script_that_never_steps_is_told_so(run_script):
 
 
 @pytest.mark.process
+def test_an_error_that_float32_does_not_raise_is_a_finding(run_script, capsys):
+    line = "assert step < 2 or x.half().dtype != torch.float16, 'half'  # HERE"
+    status, report = run_script(text := script("O1", batch=line))
+    (found,) = report["findings"]
+    number = next(at for at, it in enumerate(text.splitlines(), 1) if "HERE" in it)
+    assert (status, found["op"], found["phase"]) == (1, "AssertionError", "error")
+    assert found["where"].endswith(f"train.py:{number}")
+    assert report["unknown"] == []  # it is said once
+    assert "in half alone: half" in capsys.readouterr().out
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("batch", ["time.sleep(0.2)", "time.sleep(900 if step else 0)"])
+def test_a_script_that_takes_too_long_is_ended_and_reported(run_script, capsys, batch):
+    text = script(batch=batch).replace("range(6)", "range(1000)")
+    status, report = run_script(f"import time\n{text}", "--seconds", "2")
+    assert (status, report["findings"]) == (0, [])
+    assert 0 < report["scale"]["steps"] < 20
+    assert "was ended after 2 s" in report["unknown"][0]
+    assert capsys.readouterr().err.startswith("run 1: watched, the script as it is\n")
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
         ("x = x / (0 if step == 2 and not os.path.exists(__file__ + 'x') else 1); open(__file__ + 'x', 'w')"
         " if step == 2 else 0", "Step 2 broke, and could not be traced: it did not happen again"),
-        ("F.relu(x).half().masked_fill(x > 0, -1e9)", "The script broke by itself: run ended with status 1"),
+        ("raise ValueError(step)", "The script broke by itself: run ended with status 1: ValueError: 0"),
     ],
 )  # fmt: skip
 def test_what_broke_and_could_not_be_traced_is_said_first(run_script, capsys, batch, said):
@@ -666,6 +688,7 @@ def attempts(*words, scale=1024.0):
         ("ggg+ogg", (3,), False),  # it grew to where it never was
         ("gggogg", (3,), False),
         ("ggogogog", (2, 4, 6), True),
+        ("gogg+ogg+ogg+ogg", (1, 4, 7, 10), False),  # it grows, and is too large again
         ("ggogogog" + 16 * "g", (2, 4, 6), False),  # it has found its size
         ("oooooo", (0, 5, 1, 2, 3, 4), True),
         ("gggw", (3,), False),
@@ -720,12 +743,13 @@ def test_steps_without_a_scale_do_not_make_a_search_a_collapse():
     ("raised", "advice"),
     [
         ("AssertionError: No inf checks were recorded for this optimizer.", "into the branch that has"),
-        ("RuntimeError: unscale_() has already been called on this optimizer since the", "once a step"),
+        ("RuntimeError: unscale_() has already been called on this optimizer since the", "same `if`"),
         ("RuntimeError: unscale_() is being called after step().", "before scaler.step"),
         ("ValueError: Attempting to unscale FP16 gradients.", "model.float()"),
         ("RuntimeError: The total norm is non-finite, so it cannot be clipped.", "error_if_nonfinite"),
         ("ValueError: Expected more than 1 value per channel when training", "drop_last"),
         ("RuntimeError: expected scalar type Float but found Half", "custom_fwd"),
+        ("ampatch.errors.BannedFunctionError: binary_cross_entropy is not safe", "BCEWithLogitsLoss"),
         ("ValueError: ... to satisfy the constraint Simplex(), but", "logits="),
         ("RuntimeError: step() has already been called since the last update().", "scaler.update() once"),
     ],
@@ -733,9 +757,9 @@ def test_steps_without_a_scale_do_not_make_a_search_a_collapse():
 def test_an_error_of_a_scaler_is_said_with_its_line_and_what_to_do(raised, advice):
     files = [f"{os.getcwd()}/train.py", torch.__file__, f"{os.path.dirname(torch.__file__)}/amp/x.py"]
     said = "".join(f'  File "{it}", line {at}, in f\n    g()\n' for at, it in enumerate(files, 7))
-    error, _, told = describe_error(f"Traceback:\n{said}{raised}\n").partition("\n  -> ")
-    assert error == f"{raised} (at train.py:7)"
-    assert advice in told
+    error = read_error(1, f"Traceback:\n{said}{raised}\n")
+    assert str(error) == f"run ended with status 1: {raised} (at train.py:7)"
+    assert advice in error.advice
 
 
 ANOMALY = """

@@ -9,7 +9,7 @@ from textwrap import dedent, indent
 import pytest
 
 from ampatch.doctor.fixes import Dynamic, Keep, Level, Paste, Rate
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.text.source import changed_texts
 from ampatch.doctor.words import MISUSES
@@ -123,7 +123,7 @@ def run(script, folder):
     """Says whether a script trains."""
     (folder / "fixed.py").write_text(script)
     out = folder / "seen"
-    status, said = fork_child(Run(str(folder / "fixed.py"), ("--steps", "40"), out=str(out)), folder)
+    status, said = fork_child(ScriptRun(str(folder / "fixed.py"), ("--steps", "40"), out=str(out)), folder)
     return status == 0 and trains(Seen.read(out).attempts, said)
 
 

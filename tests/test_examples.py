@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ampatch.doctor.campaign import Campaign
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from faults import fork_child
 from helpers import snapshot
 from legacy import print_in_forks
@@ -203,7 +203,7 @@ def test_an_example_that_breaks_trains_once_it_is_fixed(name, monkeypatch, capsy
 @pytest.mark.parametrize("name", EXAMINED)
 def test_the_doctor_finds_what_breaks_in_an_example(name):
     phase, op, module, keep, _ = EXAMINED[name]
-    report = Campaign(Run(str(EXAMPLES / f"{name}.py")), launch=fork_child).report()
+    report = Campaign(ScriptRun(str(EXAMPLES / f"{name}.py")), launch=fork_child).report()
     first = report.findings[0]
     assert (first.phase, first.op, first.module, first.keep) == (phase, op, module, keep)
     assert first.float32_survives is bool(keep)

@@ -25,8 +25,8 @@ from ampatch.__main__ import main
 from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.checking import check_file
 from ampatch.apex.legacy import gone
+from ampatch.apex.legacy import open_legacy as legacy
 from ampatch.apex.legacy.finding import find_cause
-from ampatch.apex.legacy.mending import legacy
 from ampatch.apex.legacy.names import Places
 from ampatch.apex.legacy.rows import BREAKS, CLAMP, MASK, NAMES, PATTERNS
 from ampatch.apex.on_cpu import on_cpu
@@ -810,26 +810,3 @@ def test_a_script_without_the_option_is_to_be_started_by_torchrun(processes, tmp
     done = processes.run(f"sys.exit(ampatch.__main__.main({command!r}))", tmp_path)
     assert done.status == 2
     assert "start it by torchrun" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.process
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
-@pytest.mark.parametrize(
-    "call",
-    [
-        "torch.ones(1).to(0)",
-        "torch.cuda.FloatTensor([1.0])",
-        "torch.ones(1).type(torch.cuda.FloatTensor)",
-        "torch.cuda.set_device(0)",
-        "torch.cuda.Stream()",
-        "torch.cuda.Event().record()",
-        'torch.Generator("cuda")',
-        "from torch import distributed as dist\n"
-        'dist.init_process_group("nccl", world_size=1, store=dist.HashStore(), rank=0)',
-    ],
-)
-def test_each_error_of_a_machine_without_cuda_names_the_option(processes, tmp_path, call):
-    (tmp_path / "train.py").write_text(f"import torch\n{call}")
-    done = processes.run("sys.exit(ampatch.__main__.main(['run', 'train.py']))", tmp_path)
-    assert done.status == 1
-    assert done.stderr.splitlines()[-1] == "`ampatch run --device cpu` runs this script on the CPU"

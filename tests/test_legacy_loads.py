@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+import ampatch as amp
 from ampatch.apex import fp16_utils, normalization, optimizers, parallel
+from ampatch.apex.legacy import open_legacy as legacy
 from ampatch.apex.legacy import pickles
-from ampatch.apex.legacy.mending import legacy
 
 MODELS = """
 import collections, enum, os, subprocess, torch
@@ -257,6 +258,16 @@ def test_modules_and_optimizers_of_apex_are_loaded_by_its_name_and_by_ours(modul
     file = with_pickle(lambda data: data.replace(written, wanted), made)
     with legacy():
         assert type(torch.load(file)) is type(made)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_whole_model_that_is_initialized_is_loaded(level):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0)
+    file, x = saved(model), torch.randn(3, 2)
+    with legacy():
+        loaded = torch.load(file)
+    assert torch.equal(loaded(x), model(x))
 
 
 @pytest.mark.parametrize("of", [torch.nn.functional, torch, torch.Tensor], ids=lambda of: of.__name__)

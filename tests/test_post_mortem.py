@@ -1,6 +1,7 @@
 """What training leaves on disk when it breaks, and how it is opened."""
 
 import errno
+import operator
 import os
 import pickle
 import re
@@ -14,9 +15,10 @@ from torch import nn
 import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.doctor import post_mortem
+from ampatch.watching import post_mortem as written
 from ampatch.watching.alarms import watch
-from ampatch.watching.alarms.inputs import SLOTS, LastForward
-from ampatch.watching.post_mortem import pack, write
+from ampatch.watching.alarms.watch import SLOTS
+from ampatch.watching.post_mortem import LastForward
 from helpers import scaled_backward
 
 NAN, INF = float("nan"), float("inf")
@@ -141,7 +143,7 @@ def test_a_loss_at_a_static_scale_is_known_later_and_the_file_says_so(tmp_path, 
 
 
 def test_a_batch_is_cut_to_the_samples_that_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack, "MOST_BYTES", 4 * 8 * 4 + 7)
+    monkeypatch.setattr(written, "MOST_BYTES", 4 * 8 * 4 + 7)
     x = torch.randn(100, 16)[:, :8]  # a view of more memory than it shows
     Run(tmp_path).step(x, factor=NAN, mask=torch.ones(50))
     batch = load(tmp_path)["models"][0]["batch"]
@@ -157,7 +159,7 @@ def test_what_cannot_be_stored_is_described(tmp_path):
     forward.refresh(
         (table, torch.zeros(0, 2), torch.tensor(True), {"z": torch.ones(2, dtype=torch.complex64)}), {}
     )
-    batch = pack.pack_batch(forward)
+    batch = written.pack_batch(forward)
     assert [facts["name"] for facts in batch] == ["args[0]", "args[1]", "args[2]", "args[3]['z']"]
     assert "values" not in batch[0]
     assert (batch[0]["largest"], batch[2]["largest"], batch[3]["largest"]) == (1.0, 1, 1.0)
@@ -165,7 +167,7 @@ def test_what_cannot_be_stored_is_described(tmp_path):
 
 
 def test_the_tensors_that_are_not_finite_are_kept_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack, "MOST_TENSORS", 1)
+    monkeypatch.setattr(written, "MOST_TENSORS", 1)
     run = Run(tmp_path)
     with torch.no_grad():
         run.model.out.bias[1] = float("inf")
@@ -189,40 +191,33 @@ def test_one_collapse_leaves_one_file_and_a_call_three_at_the_most(tmp_path):
 
 
 def test_a_folder_keeps_the_latest_files_and_nobody_elses(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "MOST_FILES", 4)
+    monkeypatch.setattr(written, "MOST_FILES", 4)
     others = ["model.pt", "post-mortem.txt", "post-mortem-of-mine.pt"]
     for name in [*others, "post-mortem-20200101-000000-1-rank0-7.part"]:
         (tmp_path / name).write_text("")
-    paths = [write.write(tmp_path, 0, dict) for _ in range(6)]
+    paths = [written.write(tmp_path, 0, dict) for _ in range(6)]
     assert files(tmp_path) == sorted([*others, *(path.name for path in paths[-4:])])
 
 
-def test_a_clock_that_goes_back_loses_no_new_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "MOST_FILES", 4)
-    hour, now = 3600 * 10**9, write.time.time_ns()
-    for path in [write.write(tmp_path, 0, dict) for _ in range(4)]:
-        path = path.rename(path.with_name(path.name.replace("post-mortem-", "post-mortem-9")))
-        os.utime(path, ns=(now + hour, now + hour))
+@pytest.mark.parametrize("renames", [False, True], ids=["its own names", "later names"])
+def test_a_clock_that_goes_back_loses_no_new_file(tmp_path, monkeypatch, renames):
+    monkeypatch.setattr(written, "MOST_FILES", 4)
+    hour, now = 3600 * 10**9, written.time.time_ns()
+    for path in [written.write(tmp_path, 0, dict) for _ in range(4)]:
+        name = path.name.replace("post-mortem-", "post-mortem-9") if renames else path.name
+        os.utime(path.rename(path.with_name(name)), ns=(now + hour, now + hour))
     paths = []
     for _ in range(6):
-        paths.append(write.write(tmp_path, 0, dict))
+        paths.append(written.write(tmp_path, 0, dict))
         assert paths[-1].exists()
     assert files(tmp_path) == [path.name for path in paths[-4:]]
-
-
-def test_a_clock_that_names_files_of_before_keeps_the_file_that_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "MOST_FILES", 4)
-    for _ in range(4):
-        write.write(tmp_path, 0, dict)
-    monkeypatch.setattr(write.time, "time_ns", lambda: 1_700_000_000_000_000_000)
-    assert write.write(tmp_path, 0, dict).exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs permissions of files")
 def test_others_cannot_read_the_data_of_a_batch(tmp_path):
     before = os.umask(0)
     try:
-        path = write.write(tmp_path / "of" / "ours", 0, dict)
+        path = written.write(tmp_path / "of" / "ours", 0, dict)
     finally:
         os.umask(before)
     modes = [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)]
@@ -231,49 +226,45 @@ def test_others_cannot_read_the_data_of_a_batch(tmp_path):
 
 def test_names_follow_the_clock_over_the_turn_of_a_second(tmp_path, monkeypatch):
     clock = iter(range(1_700_000_000_999_999_998, 1_700_000_001_000_000_002))
-    monkeypatch.setattr(write.time, "time_ns", lambda: next(clock))
-    names = [write.write(tmp_path, 0, dict).name for _ in range(4)]
+    monkeypatch.setattr(written.time, "time_ns", lambda: next(clock))
+    names = [written.write(tmp_path, 0, dict).name for _ in range(4)]
     assert names == sorted(names)
 
 
-@pytest.mark.parametrize("asked", [None, True])
-@pytest.mark.parametrize(("value", "expected"), [("0", []), ("off", []), ("", []), ("kept", ["kept"])])
-def test_the_environment_says_where_files_go(tmp_path, monkeypatch, value, expected, asked):
-    monkeypatch.setenv("AMPATCH_POST_MORTEM", value)
-    monkeypatch.chdir(tmp_path)
-    Run(asked).step(factor=NAN)
-    assert files(tmp_path) == expected
-    assert [len(files(tmp_path / name)) for name in expected] == [1] * len(expected)
+TELLS_HOW = "With initialize(post_mortem=True) the first alarm writes a post-mortem"
 
 
-@pytest.mark.parametrize("asked", [None, True])
-def test_who_asks_finds_the_file_where_the_script_runs_and_who_does_not_is_told_how(
-    tmp_path, monkeypatch, caplog, asked
+@pytest.mark.parametrize(
+    ("named", "asked", "folder", "tells"),
+    [
+        *(("0", asked, None, False) for asked in (None, True, False)),
+        *((off, True, None, False) for off in ("off", "")),
+        *(("kept", asked, "kept", False) for asked in (None, True)),
+        ("kept", False, None, True),
+        (None, None, None, True),
+        (None, True, "ampatch-post-mortem", False),
+        (None, False, None, True),
+    ],
+)
+def test_the_argument_and_the_environment_say_where_files_go(
+    tmp_path, monkeypatch, caplog, named, asked, folder, tells
 ):
     monkeypatch.delenv("AMPATCH_POST_MORTEM")
+    if named is not None:
+        monkeypatch.setenv("AMPATCH_POST_MORTEM", named)
     monkeypatch.chdir(tmp_path)
     run = Run(asked, verbosity=1)
     assert files(tmp_path) == []  # nothing before something happens
     run.step(factor=NAN)
-    assert ("With initialize(post_mortem=True) the first alarm writes a post-mortem" in caplog.text) != asked
-    if asked:
-        (name,) = files(tmp_path / "ampatch-post-mortem")
-        assert f"ampatch doctor --open {tmp_path / 'ampatch-post-mortem' / name}" in caplog.text
-    assert len(files(tmp_path)) == bool(asked)
-
-
-@pytest.mark.parametrize("asked", [None, True, False])
-def test_nobody_is_told_how_where_the_environment_switches_it_off(monkeypatch, caplog, asked):
-    monkeypatch.setenv("AMPATCH_POST_MORTEM", "0")
-    Run(asked, verbosity=1).step(factor=NAN)
     assert "the loss is inf or NaN" in caplog.text
-    assert "post-mortem" not in caplog.text
+    assert (TELLS_HOW in caplog.text) is tells
+    assert files(tmp_path) == ([folder] if folder else [])
+    if folder:
+        (name,) = files(tmp_path / folder)
+        assert re.search(rf"ampatch doctor --open \S*{folder}/{name}", caplog.text)
 
 
-def test_false_switches_it_off(tmp_path, monkeypatch):
-    monkeypatch.setenv("AMPATCH_POST_MORTEM", str(tmp_path / "kept"))
-    Run(False).step(factor=NAN)
-    assert files(tmp_path) == []
+def test_what_names_no_folder_is_refused():
     with pytest.raises(amp.AmpTypeError, match="post_mortem is 3: expected True, False or a folder"):
         Run(3)
 
@@ -425,24 +416,45 @@ def test_a_file_from_somebody_else_runs_no_code(tmp_path, capsys):
     assert not made.exists()
 
 
-def test_what_stands_in_a_file_does_not_steer_the_terminal(tmp_path, capsys):
-    Run(tmp_path).step(factor=NAN)
-    found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
-    found["where"]["script"] = "\x1b[2Jtrain.py\nnext"
-    torch.save(found, path)
-    assert main(["doctor", "--open", str(path)]) == 0
-    assert "?[2Jtrain.py?next" in capsys.readouterr().out
+@pytest.fixture
+def changed(tmp_path, capsys):
+    """Opens a file of a step that broke, after a change of what it holds."""
+
+    def change_and_open(change):
+        Run(tmp_path).step(broken_batch())
+        found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
+        change(found)
+        torch.save(found, path)
+        capsys.readouterr()
+        status = main(["doctor", "--open", str(path)])
+        out, err = capsys.readouterr()
+        return status, out if status == 0 else err
+
+    return change_and_open
 
 
-@pytest.mark.parametrize("part", ["history", "models", "weights", "alarm"])
-def test_a_file_with_parts_of_other_types_is_refused_or_shown(tmp_path, capsys, part):
-    Run(tmp_path).step(factor=NAN)
-    found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
-    values = {"history": {"updates": [1]}, "models": [3], "alarm": {}}
-    values["weights"] = [{"name": "a", "weights": [{"least": "b"}]}]
-    found["models" if part == "weights" else part] = values[part]
-    torch.save(found, path)
-    assert main(["doctor", "--open", str(path)]) == (0 if part == "alarm" else 2)
+def test_what_stands_in_a_file_does_not_steer_the_terminal(changed):
+    status, said = changed(lambda found: found["where"].update(script="\x1b[2Jtrain.py\nnext"))
+    assert (status, "?[2Jtrain.py?next" in said) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "status"),
+    [
+        ("history", {"updates": [1]}, 2),
+        ("models", [3], 2),
+        ("models", [{"name": "a", "weights": [{"least": "b"}]}], 2),
+        ("alarm", {}, 0),
+    ],
+)
+def test_a_file_with_parts_of_other_types_is_refused_or_shown(changed, part, value, status):
+    assert changed(lambda found: found.update({part: value}))[0] == status
+
+
+@pytest.mark.parametrize("error", [{"least": "x" * 10**6}, {"nan": torch.ones(2)}], ids=["long", "tensor"])
+def test_what_is_said_of_a_damaged_file_is_short(changed, error):
+    status, said = changed(lambda found: found["models"][0]["weights"][0].update(error))
+    assert (status, len(said) < 1000) == (2, True)
 
 
 def nested(depth):
@@ -453,40 +465,25 @@ def nested(depth):
     return value
 
 
+PLACES = {
+    "script": lambda found: found["where"],
+    "message": lambda found: found["alarm"],
+    "loss_scale": lambda found: found["options"],
+    0: lambda found: found["history"]["updates"][-1],
+    **{name: lambda found: found["models"][0]["batch"][0] for name in ("name", "shape", "sample")},
+}
+
+
 @pytest.mark.parametrize("value", ["x" * 10**6, nested(22)], ids=["long", "nested"])
-@pytest.mark.parametrize("place", ["script", "message", "name", "shape", "sample", "step", "loss_scale"])
-def test_a_line_is_short_whatever_stands_in_a_file(tmp_path, capsys, place, value):
-    Run(tmp_path).step(broken_batch())
-    found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
-    parts = {"script": found["where"], "message": found["alarm"], "loss_scale": found["options"]}
-    if place == "step":
-        found["history"]["updates"][-1][0] = value
-    else:
-        parts.get(place, found["models"][0]["batch"][0])[place] = value
-    torch.save(found, path)
-    assert main(["doctor", "--open", str(path)]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) < 2000
+@pytest.mark.parametrize("place", PLACES)
+def test_a_line_is_short_whatever_stands_in_a_file(changed, place, value):
+    status, said = changed(lambda found: operator.setitem(PLACES[place](found), place, value))
+    assert (status, max(map(len, said.splitlines())) < 2000) == (0, True)
 
 
-def test_of_very_many_models_the_first_are_shown(tmp_path, capsys):
-    Run(tmp_path).step(factor=NAN)
-    found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
-    found["models"] *= 10**5
-    torch.save(found, path)
-    assert main(["doctor", "--open", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "  and 99968 more models" in lines
-    assert len(lines) < 200
-
-
-@pytest.mark.parametrize("error", [{"least": "x" * 10**6}, {"nan": torch.ones(2)}], ids=["long", "tensor"])
-def test_what_is_said_of_a_damaged_file_is_short(tmp_path, capsys, error):
-    Run(tmp_path).step()
-    Run(tmp_path).step(factor=NAN)
-    found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
-    found["models"][0]["weights"][0] |= error
-    torch.save(found, path)
-    assert len(open_file(path, capsys)) < 1000
+def test_of_very_many_models_the_first_are_shown(changed):
+    status, said = changed(lambda found: found.update(models=found["models"] * 10**5))
+    assert (status, "  and 99968 more models\n" in said, said.count("\n") < 200) == (0, True, True)
 
 
 def test_a_file_that_would_unpack_to_any_size_is_not_unpacked(tmp_path, capsys):

@@ -262,8 +262,23 @@ def test_a_machine_has_a_gpu_for_each_process_of_a_launcher(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
-def test_the_error_of_a_machine_without_cuda_names_the_option(run, tmp_path):
-    (tmp_path / "train.py").write_text("import torch\ntorch.ones(1).cuda()")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.ones(1).cuda()",
+        "torch.ones(1).to(0)",
+        "torch.cuda.FloatTensor([1.0])",
+        "torch.ones(1).type(torch.cuda.FloatTensor)",
+        "torch.cuda.set_device(0)",
+        "torch.cuda.Stream()",
+        "torch.cuda.Event().record()",
+        'torch.Generator("cuda")',
+        "from torch import distributed as dist\n"
+        'dist.init_process_group("nccl", world_size=1, store=dist.HashStore(), rank=0)',
+    ],
+)
+def test_each_error_of_a_machine_without_cuda_names_the_option(run, tmp_path, call):
+    (tmp_path / "train.py").write_text(f"import torch\n{call}")
     done = run("train.py")
     assert done.status == 1
     assert done.stderr.splitlines()[-1] == "`ampatch run --device cpu` runs this script on the CPU"

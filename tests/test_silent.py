@@ -1,6 +1,7 @@
 """Silent faults: scripts that train wrongly without a sign, and their sound siblings."""
 
 import json
+import linecache
 import re
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -15,15 +16,13 @@ from ampatch.apex.script import level_overrides
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
-from ampatch.doctor.instruments.tape import Tape
+from ampatch.doctor.instruments.tape import Enough, Tape
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent import sample
-from ampatch.doctor.silent.gradients import Ranges, compare_gradients
+from ampatch.doctor.silent import gradients
+from ampatch.doctor.silent.gradients import Ranges, Sample, compare_gradients
 from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes, examine_silent
-from ampatch.doctor.silent.sample import Sample
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.suspects import plan_looks
 from ampatch.doctor.words import describe
@@ -77,6 +76,7 @@ def indent(text, width):
 def look(text, window=()):
     """Runs a script under the instruments; returns what they noted, the attempts, and the error."""
     error = None
+    linecache.cache["train.py"] = len(text), None, text.splitlines(True), "train.py"
     with ExitStack() as stack:
         tape = Tape(clock := Clock(stack))
         scaled = Scaled(clock, notes := Notes(clock))
@@ -623,8 +623,10 @@ def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_step_that_draws_by_type_is_not_compared_on_a_gpu(tmp_path, monkeypatch, draws):
-    monkeypatch.setattr(sample, "random_of", lambda _: dict.fromkeys(("cpu", "gpu"), torch.get_rng_state()))
-    monkeypatch.setattr(sample, "set_random", lambda states: torch.set_rng_state(states["gpu"]))
+    monkeypatch.setattr(
+        gradients, "random_of", lambda _: dict.fromkeys(("cpu", "gpu"), torch.get_rng_state())
+    )
+    monkeypatch.setattr(gradients, "set_random", lambda states: torch.set_rng_state(states["gpu"]))
     text = LOSSES["O1"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
     text = text.replace("{small}", "(1.0 + 0 * torch.rand(()))" if draws else "1.0").replace("{scale}", "1.0")
     for repeats in (False, True):
@@ -652,6 +654,14 @@ for step in range(16):
     for _ in range(20):
         correct += torch.tensor(1.0, dtype=correct.dtype)  # COUNT
 """
+
+
+def added(line):
+    """Adds to a sum of 256 in bfloat16."""
+    text = COUNTED.format(dtype="bfloat16").replace("zeros((),", "full((), 256.0,")
+    return re.sub("correct \\+= .*", line, text)
+
+
 POOLED = """
 class Pool(nn.Module):
     def forward(self, x):
@@ -701,6 +711,12 @@ for step in range(4):
             COUNTED.format(dtype="bfloat16").replace("torch.tensor(1.0, dtype=correct.dtype)", "1"),
             "lost_counts",
         ),
+        (added("correct = correct + 1"), "lost_counts"),
+        (added("correct = torch.add(1, correct)"), "lost_counts"),
+        (added("correct = correct + 0.9"), "lost_sums"),
+        (added("correct += 0.9"), "lost_sums"),
+        (added("correct = correct + 1e-3"), None),  # which is nothing beside it
+        (added("other = correct + 0.9"), None),
         (COUNTED.format(dtype="float16"), None),
         (POOLED.replace("{many}", "4096").replace("x[:, :8]", "x[:, :8].half()"), "lost_sums"),
         (
@@ -716,6 +732,34 @@ for step in range(4):
 def test_counts_sums_names_and_probabilities_that_half_cannot_hold_are_told(text, kind):
     kinds = {it.kind for it in look(HEAD + text)[0]}
     assert kinds & {"lost_counts", "lost_sums", "collapsed", "saturated"} == ({kind} if kind else set())
+
+
+BUFFER = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 3)
+        self.register_buffer("seen", torch.full(({size},), 256.0))
+    def forward(self, x):
+        {line}
+        return self.inner(x)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "line", "kind"),
+    [
+        (1, "self.seen += 1", "lost_counts"),
+        (1, "self.seen = self.seen + 1", "lost_counts"),
+        (3, "self.seen.index_add_(0, torch.zeros(9).long(), torch.ones(9).to(self.seen))", "lost_counts"),
+        (32, "self.seen.lerp_(torch.ones(32).to(x), 1e-9)", "lost_updates"),
+    ],
+)
+def test_a_buffer_that_was_cast_with_its_model_is_called_so(size, line, kind):
+    (found,) = watch(ours(BLOCK, "O5", HEAD + BUFFER.format(size=size, line=line)))[0]
+    assert (found.kind, "cast with the model" in found.why) == (kind, True)
 
 
 @pytest.mark.parametrize("is_watched", [True, False])

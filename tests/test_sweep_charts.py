@@ -9,9 +9,19 @@ import numpy as np
 import pytest
 
 from ampatch.sweeps.rows import Curve, Ending, Run
-from ampatch.sweeps.show.charts import POINTS, LevelCurve, charts_of, curves_of, mean_of, value_range
-from ampatch.tools import charts as drawing
-from ampatch.tools.charts import Points, draw, log_ticks, ticks
+from ampatch.sweeps.show import charts as drawing
+from ampatch.sweeps.show.charts import (
+    POINTS,
+    LevelCurve,
+    Points,
+    charts_of,
+    curves_of,
+    draw,
+    log_ticks,
+    mean_of,
+    ticks,
+    value_range,
+)
 from chromium import contrast
 from sweep_samples import sample_sweep
 

@@ -173,6 +173,18 @@ def test_a_file_that_is_opened_without_python_is_seen_in_its_folder(watched):
     assert watched.close(None)["read"] == "last.bin"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file system that keeps times of access")
+def test_a_log_or_a_table_that_somebody_reads_beside_a_run_is_no_obstacle(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    began = time.time_ns()
+    for name in ("O0.log", "events.out.tfevents.1", "config.py", "scores.csv"):
+        (tmp_path / name).write_text("x")
+        os.utime(name, ns=(began, began + 1))
+    later = ReadWatch([Training("A", began, time.time_ns())])
+    subprocess.run(["cat", *os.listdir()], check=True, stdout=subprocess.DEVNULL)
+    assert later.close(None)["read"] == ""
+
+
 # ---- The yardstick is on wherever the model computes ----
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ampatch import AmpValueError
+from ampatch.sweeps.log_file import last_lines, line_of
 from ampatch.tools import process as processes
 from ampatch.tools.folder import HELD, temporary_folder
-from ampatch.tools.log_file import last_lines, line_of
 from ampatch.tools.process import SIGNALS, noting_signals
 from ampatch.tools.seeds import SHIFT, set_seeds, shifted_seeds
 from helpers import is_alive, wait_until

@@ -268,7 +268,10 @@ def run_toggled(script):
 
 
 OLDER = [("import lightning", "import pytorch_lightning as lightning")]
-OLDER += [("integrations.lightning", "integrations.pytorch_lightning")]
+OLDER += [
+    ("integrations.lightning", "integrations.pytorch_lightning"),
+    ("AmpPrecision", "AmpPrecisionPlugin"),
+]
 TWICE = """
 trainer.train()
 assert amp.state_dict()["loss_scaler0"]["unskipped"] == 64

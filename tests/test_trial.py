@@ -2,6 +2,7 @@
 
 import dis
 import json
+import linecache
 import math
 import sys
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.precision import LoweredRates
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.remedies import bound_exponent, written
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import is_flat
 from ampatch.doctor.text.logarithm import log_source
@@ -78,9 +79,9 @@ def statement(text, line, last=None):
 def test_text_stands_in_the_place_of_what_it_replaces(file, fix, first, last, text):
     lines = TEXT.split("\n")
     expected = "\n".join([*lines[:first], text, *lines[last:]])
-    changes = fix.change(Run("train.py")).changes
+    changes = fix.change(ScriptRun("train.py")).changes
     assert changed_texts(changes) == {file: expected}
-    assert Run.from_json(Run("train.py", changes=changes).to_json()).changes == changes
+    assert ScriptRun.from_json(ScriptRun("train.py", changes=changes).to_json()).changes == changes
 
 
 def test_a_number_is_written_in_the_place_of_another_of_the_same_sign(file):
@@ -102,16 +103,18 @@ def test_a_number_is_written_in_the_place_of_another_of_the_same_sign(file):
     ],
 )
 def test_a_fix_applies_itself_to_a_run(fix, changed):
-    assert fix.change(Run("train.py")) == Run("train.py", **changed)
+    assert fix.change(ScriptRun("train.py")) == ScriptRun("train.py", **changed)
     assert str(fix)
 
 
 def test_words_are_left_to_a_reader_and_no_line_is_changed_twice(file):
-    assert Words("lower the learning rate, and take opt_level O4").change(Run("train.py")) is None
+    assert Words("lower the learning rate, and take opt_level O4").change(ScriptRun("train.py")) is None
     first = statement("y = x.float().exp()", 3, 4)
-    run = first.change(Run("train.py"))
+    run = first.change(ScriptRun("train.py"))
     assert statement("y = 1", 4).change(run) is None
-    assert Both((("net.py:3", first), ("net.py:4", statement("y = 1", 4)))).change(Run("train.py")) is None
+    assert (
+        Both((("net.py:3", first), ("net.py:4", statement("y = 1", 4)))).change(ScriptRun("train.py")) is None
+    )
     below = statement("return y", 5)
     assert changed_texts(below.change(run).changes)[file].split("\n")[2:4] == [
         "        y = x.float().exp()",
@@ -165,6 +168,7 @@ def test_of_several_statements_on_a_line_one_is_put_into_float32(tmp_path):
         ("torch.log1p(torch.exp(-x))", "torch.nn.functional.softplus(-x)"),
         ("torch.log(1 + x.exp())", "torch.nn.functional.softplus(x)"),
         ("torch.log(x.exp().sum(1) + y)", None),
+        ("(y, torch.log(y))", None),
         ("torch.log(x.exp().sum())", None),
         ("torch.log(p)", None),
         ("torch.log(1 - torch.softmax(x, -1))", None),
@@ -174,6 +178,16 @@ def test_the_logarithm_of_a_sigmoid_or_a_softmax_becomes_one_function(tmp_path, 
     (tmp_path / "net.py").write_text(f"y = {line}\n")
     change = log_source(f"{tmp_path}/net.py:1")
     assert (change and change.lines) == (mended and (f"y = {mended}",))
+
+
+def test_exponentials_that_have_a_name_are_mended_with_their_logarithm(tmp_path):
+    lines = ["e = torch.exp(self.a(x))", "h = torch.log(1 + e)"]
+    (tmp_path / "net.py").write_text("\n".join(lines))
+    change = log_source(f"{tmp_path}/net.py:1")
+    assert change.lines == ("e = self.a(x)", "h = torch.nn.functional.softplus(e)")
+    (tmp_path / "net.py").write_text("\n".join([*lines, "y = e"]))
+    linecache.checkcache()
+    assert log_source(f"{tmp_path}/net.py:1") is None  # something else reads it
 
 
 @pytest.mark.parametrize(
@@ -288,6 +302,7 @@ def seen(*losses):
 RISES = seen(*[4.0] * 6, 5.0, 6.0)
 GOOD, FLAT, LESS, SHORT = seen(*range(8, 0, -1)), seen(*[4.0] * 8), seen(*[8.0] * 5, 7, 7, 7), seen(8.0, 7.0)
 BAD, LATE = seen(8.0, math.nan, *[1.0] * 6), seen(*range(8, 1, -1), None)
+ALMOST = seen(*[8.0] * 2, 6, 4, 4, 3, 2, 2)
 LEVELS = ("O1", "O2", "O3", "O4", "O5")
 
 
@@ -302,7 +317,7 @@ def order_of(came, first="", again=GOOD):
         return came[run.level]
 
     finding = sample_finding(step=1, remedies=tuple(remedies))
-    found = Trial(start, lambda *_: (), Run("train.py"), BAD, again).order(finding)
+    found = Trial(start, lambda *_: (), ScriptRun("train.py"), BAD, again).order(finding)
     return [str(it).removeprefix("opt_level ") for it in found.remedies], tuple(map(str, found.tried))
 
 
@@ -344,6 +359,7 @@ def test_what_trains_comes_first_and_what_breaks_last(came, order, said):
         ([GOOD], GOOD, ["O1", "divide", "mend the data"]),
         ([BAD], GOOD, ["divide", LAST, "mend the data", "O1"]),
         ([LESS], GOOD, ["divide", LAST, "O1", "mend the data"]),
+        ([ALMOST, GOOD], GOOD, ["O2", "O1", "divide", "mend the data"]),  # nearer to float32
         ([BAD], BAD, ["divide", "mend the data", "O1"]),
         ([BAD], FLAT, ["divide", "mend the data", "O1"]),
         ([BAD], replace(GOOD, is_half=True), ["divide", "mend the data", "O1"]),
@@ -351,6 +367,14 @@ def test_what_trains_comes_first_and_what_breaks_last(came, order, said):
 )
 def test_what_takes_a_reader_comes_behind_what_trains(came, again, order):
     assert order_of(came, first="divide", again=again)[0] == order
+
+
+def test_what_changes_what_half_holds_as_well_does_not_end_the_search():
+    fixes = Paste("clamp", (Change("a.py", 1, 1, ("x",)),), is_exact=False), Level("O4")
+    finding = sample_finding(step=1, remedies=fixes)
+    found = Trial(lambda *_: GOOD, lambda *_: (), ScriptRun("train.py"), BAD, GOOD).order(finding)
+    assert [str(it) for it in found.tried] == [TRAINS, TRAINS]
+    assert found.remedies == fixes[::-1]
 
 
 def scaled(scales, broken):
@@ -396,7 +420,7 @@ def test_a_rate_is_a_tenth_or_a_hundredth(least, ranks, said):
         return GOOD if run.rate < least else BAD
 
     finding = sample_finding(step=1, remedies=(Rate(""),), float32_survives=False)
-    found = Trial(start, lambda *_: (), Run("train.py"), BAD, BAD).order(finding)
+    found = Trial(start, lambda *_: (), ScriptRun("train.py"), BAD, BAD).order(finding)
     assert (str(found.tried[0]), rates[:2]) == (said, pytest.approx(ranks))
 
 
@@ -417,7 +441,7 @@ def test_what_is_tried_makes_as_many_steps_as_show_the_fault(broken, most):
         runs.append(run.most)
         return seen(*losses[: run.most])
 
-    found = Trial(start, lambda *_: (), Run("train.py"), once, seen(*losses)).order(
+    found = Trial(start, lambda *_: (), ScriptRun("train.py"), once, seen(*losses)).order(
         sample_finding(step=broken, remedies=(Level("O4"),))
     )
     assert runs == [most]
@@ -440,7 +464,7 @@ def test_where_no_fix_is_enough_that_of_what_breaks_next_is_made_as_well(file):
         return [sample_finding(where="net.py:5", remedies=(ROOT,))]
 
     finding = sample_finding(step=1, where="net.py:4", remedies=(TWO_LINES,))
-    found = Trial(start, explain, Run("train.py"), BAD, GOOD).order(finding)
+    found = Trial(start, explain, ScriptRun("train.py"), BAD, GOOD).order(finding)
     assert found.remedies == (Both((("net.py:4", TWO_LINES), ("net.py:5", ROOT))), TWO_LINES)
     assert str(found.remedies[0]) == f"{TWO_LINES}\n  and at net.py:5: {ROOT}"
     assert tuple(map(str, found.tried)) == (TRAINS, BREAKS)
@@ -475,7 +499,7 @@ NOISE = seen(*[9.0, 1.0] * 4, *[9.0] * 4, *[1.0] * 4)
     ],
 )
 def test_what_learns_in_float32_alone_is_said(again, level, half, first):
-    trial = Trial(lambda name, run: level, lambda *_: (), Run("train.py"), STILL, again)
+    trial = Trial(lambda name, run: level, lambda *_: (), ScriptRun("train.py"), STILL, again)
     found = find_what_learns(trial, [], half, None)
     assert [str(it.remedies[0]) for it in found] == [first] * (first is not None)
     assert [is_flat(it.attempts) for it in (STILL, FALLS, FLAT)] == [True, False, False]

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,13 +20,13 @@ SUMMARY = "run a script that was written for apex, unchanged"
 HINT = "; the script's own arguments follow the script"
 VALUED = ("--opt-level", "--dtype", "--loss-scale", "--device")
 # What torch says on a machine without CUDA, to each way of asking for it.
-NO_CUDA = (
-    *("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available"),
-    *("Cannot access accelerator device", "without ATen_cuda library", "requires CUDA support"),
-    *("Tried to instantiate dummy base class", "Attempting to deserialize object on a CUDA device"),
-    *("has no attribute '_cuda_", "have NCCL built in", "ProcessGroupNCCL is only supported with GPUs"),
-    *("compiled without CUDA support", "NVTX functions not installed", "driver version is insufficient"),
-    *("requires at least one CUDA device", "invalid argument to reset_peak_memory_stats"),
+NO_CUDA = re.compile(
+    "Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
+    "|Cannot access accelerator device|without ATen_cuda library|requires CUDA support"
+    "|Tried to instantiate dummy base class|Attempting to deserialize object on a CUDA device"
+    "|has no attribute '_cuda_|have NCCL built in|ProcessGroupNCCL is only supported with GPUs"
+    "|compiled without CUDA support|NVTX functions not installed|driver version is insufficient"
+    "|requires at least one CUDA device|invalid argument to reset_peak_memory_stats"
 )
 OVERRIDING = ("opt_level", "dtype", "loss_scale")  # which are given to `initialize`
 NO_OPTION = "which a script without that option refuses: start it by torchrun, which does not pass it"
@@ -129,7 +130,7 @@ def run_advised(script: Script) -> int:
 
 def advice(script: Script, error: Exception) -> Iterator[str]:
     """Yields a line for each option that was not given and would have spared a script its error."""
-    if script.device is None and any(said in str(error) for said in NO_CUDA):
+    if script.device is None and NO_CUDA.search(str(error)):
         yield "`ampatch run --device cpu` runs this script on the CPU"
     cause = None if script.legacy else find_cause(error)
     if cause:

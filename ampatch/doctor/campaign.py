@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
-from ampatch.doctor.errors import describe_error
+from ampatch.doctor.errors import ScriptError, read_error
 from ampatch.doctor.finding import Finding, Report, merge
-from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
+from ampatch.doctor.instruments.tape import QUOTIENTS, Origin
 from ampatch.doctor.rules.table import explain
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Launch, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.notes import examine_silent
@@ -28,14 +29,22 @@ from ampatch.doctor.suspects import (
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
 from ampatch.doctor.trial.learning import can_try, find_what_learns
-from ampatch.doctor.trial.trial import ENOUGH, Trial
+from ampatch.doctor.trial.trial import ENOUGH, PART, Explain, Trial, said_of_fall
 from ampatch.tools.folder import temporary_folder
 
 MOST_TRACED = 8  # attempts of one run
 # CPU of all runs: times that of the watched one, which is about 1.6 times the script's own, and seconds.
 MOST_TIMES, MOST_SECONDS = 6.0, 20.0
 LONG = 300.0  # CPU seconds of the watched run
-LESS = 0.1  # of the loss: it falls so much less than in float32
+SHORT = 60.0  # CPU seconds of a watched run that float32 is compared with to its end
+LESS = 0.05  # of the loss: it falls so much less than in float32, and less than `PART` of that
+SECONDS = 600.0  # of the watched run; the others, which do more, may take twice as long
+WHY = {
+    "watched": "the script as it is",
+    "traced": "each operation where something broke, or in the first steps",
+    "float32": "the same in float32",
+    "tried": "with advice",
+}
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
 
 
@@ -43,17 +52,19 @@ ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmles
 class Campaign:
     """Runs a script as often as it takes; `runs` counts, `unknown` says what could not be known."""
 
-    run: Run
+    run: ScriptRun
     launch: Launch = start_process
     tries: bool = False  # whether advice is tried
     tell: Callable[[str], None] | None = None  # hears of each run
+    seconds: float | None = None  # that the watched run may take
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
-    ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
+    ended: dict[str, ScriptError] = field(default_factory=dict)  # how runs ended that raised, by name
     first_in_float32: Seen | None = None
     enough: int | None = None  # attempts in float32, of a long script
     spent: list[float] = field(default_factory=list)  # CPU seconds of each run
+    begun: float = 0.0  # when the latest run began
     silent: list[Finding] = field(default_factory=list)  # of the watched and the traced run
 
     def report(self) -> Report:
@@ -63,8 +74,12 @@ class Campaign:
             return self._report()
 
     def _report(self) -> Report:
-        seen = self._start("watched", replace(self.run, grows=True))
+        seen = self._start("watched", replace(self.run, grows=True, seconds=self.seconds))
+        if self.seconds:
+            self.run = replace(self.run, seconds=2 * self.seconds)
         self._say_what_was_not_watched(seen)
+        if "watched" in self.ended:
+            seen = replace(seen, is_open=True)
         attempts = seen.attempts
         sample = pick_sample(seen.shares, attempts)
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
@@ -78,6 +93,8 @@ class Campaign:
             again = self._in_float32(seen, hidden, None if findings else sample)
             behind = merge(attempts, find_behind(again, hidden))
             findings = sorted(behind + findings, key=order_of)
+        elif self.ended.get("watched") and self.ended["watched"].is_raised:
+            again = self._in_float32(seen, (), None)
         if findings:
             findings = self._explain(findings, seen, again)
         elif sample is not None:
@@ -85,14 +102,18 @@ class Campaign:
             more = {"autocast": self.seen["traced"].autocast, "float32_survives": True, "dtype": "float16"}
             self.silent += [replace(it, **more) for it in faults]
             self.unknown += [reason] if reason else []
+        if "watched" in self.ended and not findings and (of_half := self._of_half_alone(seen)):
+            findings = self._try([explain(of_half)], lambda *_: (), seen, again)
         harmless = merge(attempts, [it for it in origins if not it.has_reached])
         silent, learnt = self._examine_silent(seen, findings, harmless)
         findings = findings or learnt
+        untraced = self._say_what_was_not_traced(seen, origins, findings)
+        self._say_how_runs_ended(untraced, findings)
         return Report(
             *(tuple(findings), tuple(map(explain, harmless)), describe_scale(attempts), self.runs),
             tuple(self.unknown),
             silent=silent,
-            untraced=self._say_what_was_not_traced(seen, origins, findings),
+            untraced=untraced,
         )
 
     def _examine_silent(
@@ -104,16 +125,24 @@ class Campaign:
         faults = [replace(it, facts=own | it.facts) for it in self.silent]
         is_whole = not (findings or self.ended)
 
-        def learns_less() -> bool:
-            best = fall_of(self._alone().attempts[:ENOUGH]) if is_whole else 0.0
-            return is_whole and best >= fall_of(attempts[:ENOUGH]) + LESS
+        def said_of_less() -> str:
+            if not is_whole:
+                return ""
+            fall, best = (fall_of(it[: self.compared]) for it in (attempts, self._alone().attempts))
+            is_less = best >= fall + LESS and fall < PART * best
+            return f"The loss {said_of_fall(fall)}, in float32 it {said_of_fall(best)}." if is_less else ""
 
-        silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), learns_less))
+        silent = tuple(
+            examine_silent(faults, attempts, findings, bool(self.ended), lambda: bool(said_of_less()))
+        )
+        if silent and self.tries and (less := said_of_less()):
+            silent = (replace(silent[0], facts=silent[0].facts | {"less": less}), *silent[1:])
         tryable = next((it for it in silent if can_try(it, self.run)), None)
         is_due = tryable is not None if silent else is_flat(attempts)
         if not (self.tries and attempts and is_due and is_whole):
             return silent, []
-        trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford)
+        last = self.compared - ENOUGH  # what a trial has to pass, at least
+        trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford, least=last)
         silent = tuple(trial.order(it) if it is tryable else it for it in silent)
         half, autocast = str(seen.growth["half"]), self.seen["traced"].autocast
         return silent, [] if silent else find_what_learns(trial, harmless, half, autocast)
@@ -135,19 +164,28 @@ class Campaign:
                 if is_of_half or "error" not in it.facts
             ]
 
-        def broken(tried: Seen, run: Run) -> list[Finding]:
+        def broken(tried: Seen, run: ScriptRun) -> list[Finding]:
             there = findings_in(tried, origins_of(tried))
             return explained([replace(it, **places_before(it, run.changes)) for it in there])
 
-        found = explained(findings)
-        if found and self.tries:
-            found[0] = Trial(self._start, broken, self.run, seen, again, self.can_afford).order(found[0])
-        return found
+        return self._try(explained(findings), broken, seen, again)
+
+    def _try(self, findings: list[Finding], broken: Explain, seen: Seen, again: Seen) -> list[Finding]:
+        """Returns findings with what came of the fixes of the first."""
+        if findings and self.tries:
+            trial = Trial(self._start, broken, self.run, seen, again, self.can_afford)
+            findings[0] = trial.order(findings[0])
+        return findings
 
     def _say_what_was_not_watched(self, seen: Seen) -> None:
         if not seen.attempts and not seen.is_open:
             self.unknown.append(
                 "the script made no step of an optimizer, in its own process: nothing was watched"
+            )
+        if seen.is_late:
+            self.unknown.append(
+                f"what comes after {len(seen.attempts)} steps: the script was ended after {self.seconds:g} s "
+                "(--seconds gives it more)"
             )
         if seen.without_gpu:
             lines = ", ".join(seen.without_gpu[:3])
@@ -163,11 +201,37 @@ class Campaign:
         if find_suspects(seen.attempts) and not any(it.has_reached for it in origins):
             step = seen.attempts[seen.suspects[0]].step
             again = "it did not happen again: seed what it draws"
-            reason = self.ended.get("traced", again).replace("run ended", "that run ended")
+            if self.seen["traced"].is_late:
+                again = f"that run was ended after {self.run.seconds:g} s (--seconds gives it more)"
+            reason = f"that {self.ended['traced']}" if "traced" in self.ended else again
             return f"Step {step} broke, and could not be traced: {reason}."
-        is_unknown = "watched" in self.ended and not findings
-        ended = self.ended.get("traced", self.ended.get("watched"))  # which knows more
-        return f"The script broke by itself: {ended}" if is_unknown else ""
+        if "watched" not in self.ended or findings:
+            return ""
+        ended = self.ended.get("traced", self.ended["watched"])  # which knows more
+        advice = f"\n  -> {ended.advice}" if ended.advice else ""
+        return f"The script broke by itself: {ended}{advice}"
+
+    def _say_how_runs_ended(self, said: str, findings: Sequence[Finding]) -> None:
+        """Says which runs ended by an error that nothing else says, the same of several once."""
+        errors = [str(it.facts["error"]) for it in findings if "error" in it.facts]
+        for name, error in self.ended.items():
+            is_said = str(error) in (said, *self.unknown) or any(it in error.text for it in errors)
+            if not (is_said or error.text in said or any(it.endswith(error.text) for it in self.unknown)):
+                self.unknown.append(f"the {name} {error}")
+
+    def _of_half_alone(self, seen: Seen) -> Finding | None:
+        """Returns the finding that the script ends by an error, if it does not in float32."""
+        error = self.ended.get("traced", self.ended["watched"])
+        if not error.is_raised or "float32" in self.ended:
+            return None
+        step = seen.attempts[-1].step + 1 if seen.attempts else 0
+        name, _, text = error.text.partition(": ")
+        facts = {"error": text, "advice": error.advice, "halved": seen.halved}
+        return Finding(
+            *("", step, "error", None, "", name.rpartition(".")[2], error.where),
+            **{"autocast": self.seen["watched"].autocast, "float32_survives": True},
+            facts=facts | {"has_scaler": has_scaler(seen.attempts)},
+        )
 
     def _in_float32(self, seen: Seen, hidden: tuple[int, ...], sample: int | None) -> Seen:
         """Runs the script in float32, and traces there what a loss scale may have hidden.
@@ -182,12 +246,20 @@ class Campaign:
             self.enough = seen.suspects[:MOST_TRACED][-1] + ENOUGH
         run = replace(run, traces=bool(window), window=window, most=self.enough)
         again = self._start("float32", run)
+        if again.is_late:
+            self.enough = len(again.attempts)
         self.first_in_float32 = again if sample is None else None  # which has weights of another run
         return again
 
+    @property
+    def compared(self) -> int:
+        """The attempts that are compared with float32 where nothing breaks: all of a short run."""
+        is_short = self.spent[0] <= SHORT
+        return max(ENOUGH, len(self.seen["watched"].attempts) if is_short else 0)
+
     def _alone(self) -> Seen:
         """Returns what the first steps of the script are in float32, of one run."""
-        run = replace(self.run, level="O0", float32=True, most=ENOUGH)
+        run = replace(self.run, level="O0", float32=True, most=self.compared)
         if self.first_in_float32 is None:
             self.first_in_float32 = self._start("float32", run)
         return self.first_in_float32
@@ -210,12 +282,13 @@ class Campaign:
         """Says whether another run costs no more than is allowed, beside those that were made."""
         return sum(self.spent) + max(self.spent) <= MOST_TIMES * self.spent[0] + MOST_SECONDS
 
-    def _start(self, name: str, run: Run) -> Seen:
+    def _start(self, name: str, run: ScriptRun) -> Seen:
         """Runs the script in a process of its own, and returns what it left."""
         self.runs += 1
         if self.tell:
-            self.tell(f"run {self.runs}: {name}")
-        before = cpu_of_children()
+            last = f" (the last took {time.monotonic() - self.begun:.0f} s)" if self.runs > 1 else ""
+            self.tell(f"run {self.runs}: {name}, {WHY[name]}{last}")
+        before, self.begun = cpu_of_children(), time.monotonic()
         with temporary_folder("doctor") as folder:
             out = folder / "seen"
             status, said = self.launch(replace(run, out=str(out)), folder)
@@ -225,10 +298,7 @@ class Campaign:
             seen = self.seen[name] = Seen.read(out)
         self.spent.append(cpu_of_children() - before)
         if status and name != "tried":
-            ended = self.ended[name] = f"run ended with status {status}: {describe_error(said)}"
-            error = ended.split("\n")[0]
-            if not any(it.endswith(error) for it in self.unknown):  # the same of each run, once
-                self.unknown.append(f"the {name} {error}")
+            self.ended[name] = read_error(status, said)
         self.silent += seen.silent if name in ("watched", "traced") else []
         return seen
 

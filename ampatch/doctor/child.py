@@ -6,6 +6,7 @@ import io
 import linecache
 import os
 import pickle
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import SourceFileLoader
@@ -19,16 +20,14 @@ from ampatch.apex.script import Script, level_overrides
 from ampatch.doctor.instruments import precision
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.tape import Tape
+from ampatch.doctor.instruments.tape import Enough, Tape
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Growth, Watch
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
-from ampatch.doctor.silent.gradients import Ranges
+from ampatch.doctor.silent.gradients import Ranges, Sample
 from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes
-from ampatch.doctor.silent.sample import Sample
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.text.source import changed_texts
 from ampatch.patching.patcher import Patcher
@@ -36,11 +35,10 @@ from ampatch.tools.seeds import set_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Carries out a `Run`, which is given as JSON."""
-    carry_out(Run.from_json(arguments[0]))
+    carry_out(ScriptRun.from_json(arguments[0]))
 
 
-def carry_out(run: Run) -> None:
+def carry_out(run: ScriptRun) -> None:
     """Runs the script as `__main__`; however it ends, what was seen is written."""
     overrides: dict[str, object] = level_overrides(run.level) if run.level else {}
     if run.keep_fp32:
@@ -59,7 +57,7 @@ def carry_out(run: Run) -> None:
             return
 
 
-def look(run: Run, clock: Clock) -> Callable[[], Seen]:
+def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
     """Has a run looked at until its clock is undone; returns what tells what was seen."""
     clock.wrap(torch, "set_anomaly_enabled", lambda enable, mode, check_nan=True: enable(mode, False))
     if run.raises:  # an error in a backward pass with the line of its forward
@@ -69,6 +67,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     halved = precision.note_halved(clock.undo)
     change(run, clock)
     watch, growth = Watch(clock, run.most), Growth(clock) if run.grows else None
+    end_late(watch, run.seconds, clock.undo)
     tape = Tape(clock)
     oversized = precision.Oversized(clock) if run.float32 else None
     scaled, ranges = Scaled(clock, notes := Notes(clock)), Ranges(clock)
@@ -87,7 +86,10 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     def seen() -> Seen:
         scaled.close()
         return Seen(
-            *(tuple(watch.attempts), watch.is_open, watch.is_half, tuple(trace.found() if trace else ())),
+            attempts=tuple(watch.attempts),
+            is_open=watch.is_open and not watch.is_late,
+            is_half=watch.is_half,
+            origins=tuple(trace.found() if trace else ()),
             silent=tuple(notes.found.values()),
             shares=ranges.shares,
             growth=growth.facts() if growth else {},
@@ -95,12 +97,13 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
             without_gpu=tuple(sorted(without_gpu)),
             autocast=min(clock.autocasts, default=None),
             oversized=tuple(oversized.names if oversized else ()),
+            is_late=watch.is_late,
         )
 
     return seen
 
 
-def change(run: Run, clock: Clock) -> None:
+def change(run: ScriptRun, clock: Clock) -> None:
     """Has a script use other types, scales and rates than its own, until the clock is undone."""
     if run.float32:
         precision.without_casts(clock.undo)
@@ -111,6 +114,20 @@ def change(run: Run, clock: Clock) -> None:
         precision.make_with(torch.amp.GradScaler, clock.undo, init_scale=run.init_scale)
     if run.rate != 1.0:
         precision.LoweredRates(clock, run.rate)
+
+
+def end_late(watch: Watch, seconds: float | None, undo: ExitStack) -> None:
+    """Ends a run after some seconds, with its attempt; at once if that takes half as long again."""
+
+    def note(*_: object) -> None:
+        if watch.is_late:
+            raise Enough
+        watch.is_late = True
+
+    if seconds is not None and hasattr(signal, "SIGALRM"):  # which Windows has not
+        signal.signal(signal.SIGALRM, note)
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 2)
+        undo.callback(signal.setitimer, signal.ITIMER_REAL, 0)
 
 
 @contextmanager

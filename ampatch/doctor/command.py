@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
     parser.add_argument("--legacy", action="store_true", help=LEGACY_HELP)
     parser.add_argument("--unsafe-load", action="store_true", help=UNSAFE_HELP)
+    late = "end the watched run after N seconds (default: 600), and each other after twice as many; 0: never"
+    parser.add_argument("--seconds", metavar="N", type=float, help=late)
     trying = "do not run the script again to try the advice"
     parser.add_argument("--no-tries", action="store_true", help=trying)
     opening = "explain a post-mortem, the file that training writes when it breaks; runs nothing"
@@ -44,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.open is not None:
         return open_post_mortem(arguments.open)
     # What traces is imported when it is asked for, not by each `ampatch run`.
-    from ampatch.doctor.campaign import Campaign
-    from ampatch.doctor.run import Run
+    from ampatch.doctor.campaign import SECONDS, Campaign
+    from ampatch.doctor.run import ScriptRun
 
     script, out = find_script(arguments), arguments.json
     if arguments.opt_level not in (None, *OPT_LEVELS):
@@ -54,8 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None and not os.path.isdir(os.path.dirname(os.path.abspath(out))):
         raise AmpValueError(f"--json {out!r}: expected a file in a folder that exists")
     given = {"device": script.device, "legacy": script.legacy, "unsafe_load": script.unsafe_load}
-    run = Run(script.name, script.arguments, script.is_module, level=arguments.opt_level, **given)
-    campaign = Campaign(run, tries=not arguments.no_tries, tell=show_progress)
+    run = ScriptRun(script.name, script.arguments, script.is_module, level=arguments.opt_level, **given)
+    if (arguments.seconds or 0) < 0:
+        raise AmpValueError(f"--seconds {arguments.seconds:g}: expected a number of seconds, or 0")
+    seconds = SECONDS if arguments.seconds is None else arguments.seconds
+    tries = not arguments.no_tries
+    campaign = Campaign(run, tries=tries, tell=show_progress, seconds=seconds or None)
     report = campaign.report()
     show_progress("")
     print("\n".join(describe(report)), file=sys.stdout)
@@ -64,14 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
             Path(out).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:  # as of a full disk
         raise AmpError(f"the report was not written: {error}") from error
-    is_found = report.findings or any(it.is_mended for it in report.silent)
+    is_found = any(it.is_harmful for it in (*report.findings, *report.silent))
     return 1 if is_found else 3 if report.untraced else 0
 
 
 def show_progress(text: str) -> None:
-    """Writes a line that the next one takes the place of, where somebody sees it."""
+    """Writes a line, which the next one takes the place of on a terminal."""
     if sys.stderr.isatty():
-        print(f"\r{text:<24}\r{text}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr, flush=True)
 
 
 def open_post_mortem(path: Path) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from ampatch.doctor.fixes import Fix, Paste, Rank, Tried
-from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.places import Place
+from ampatch.doctor.instruments.tape import Origin
 from ampatch.doctor.instruments.watch import Attempt
 
 VERSION = 2
@@ -65,9 +65,19 @@ class Finding:
         return self.kind not in LOUD
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether autograd made it, and not a line of a backward that the script itself has written."""
+        return self.phase == "backward" and not self.facts.get("within")
+
+    @property
     def is_mended(self) -> bool:
         """Whether a fix was tried, and the script trains with it."""
         return any(it.rank is Rank.TRAINS for it in self.tried)
+
+    @property
+    def is_harmful(self) -> bool:
+        """Whether it breaks a run, or a run in float32 or with a fix showed that the script trains better."""
+        return not self.is_silent or self.is_mended or "less" in self.facts
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -118,13 +128,14 @@ def read_finding(origin: Origin, attempt: Attempt) -> Finding:
     if origin.parameter is not None and (call.place is None or origin.phase == "forward"):
         place = replace(place, module=origin.parameter.rpartition(".")[0])
     in_batch = bool(damage.element) and damage.shape[0] in origin.batch_sizes and origin.parameter is None
+    lost = {"lost_buffer": attempt.buffer} if attempt.buffer else {}
     return Finding(
         step=attempt.step,
         **{name: getattr(origin, name) for name in OF_ORIGIN},
         **{name: getattr(place, name) for name in ("model", "module", "call")},
         **{name: getattr(call, name) for name in ("op", "where", "autocast")},
         **{name: getattr(damage, name) for name in ("kind", "element", "count", "largest_finite", "dtype")},
-        facts=call.facts | ({"static": attempt.scale} if is_static else {}),
+        facts=call.facts | ({"static": attempt.scale} if is_static else {}) | lost,
         sample=damage.element[0] if in_batch else None,
         float32_survives=origin.float32_survives,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ampatch import DynamicLossScale
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.text.source import PASTED, Change, meets
 
 PARTS = {10: "tenth", 100: "hundredth"}
@@ -37,7 +37,7 @@ NOT_TRIED = Tried()
 class Fix:
     """What to do, in words by `str`; what a program can do, it does to a run by `change`."""
 
-    def change(self, run: Run) -> Run | None:
+    def change(self, run: ScriptRun) -> ScriptRun | None:
         """Returns the run of the script with the fix, None where that takes a reader."""
         return None
 
@@ -49,6 +49,8 @@ class Fix:
     def how(self) -> str:
         """What is done of what is said, before what came of it."""
         return ""
+
+    is_exact = True  # whether what broke nothing is computed as before
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Keep(Fix):
     model: str
     autocast: str | None = None
 
-    def change(self, run: Run) -> Run:
+    def change(self, run: ScriptRun) -> ScriptRun:
         """Keeps them beside those that the run keeps."""
         return replace(run, keep_fp32=tuple(dict.fromkeys((*run.keep_fp32, *self.modules))))
 
@@ -97,7 +99,7 @@ class Level(Fix):
     why: str = ""
     before: str = ""
 
-    def change(self, run: Run) -> Run:
+    def change(self, run: ScriptRun) -> ScriptRun:
         """Has `initialize` take that level."""
         return replace(run, level=self.level)
 
@@ -111,7 +113,7 @@ class Bfloat16(Fix):
 
     device: str
 
-    def change(self, run: Run) -> Run:
+    def change(self, run: ScriptRun) -> ScriptRun:
         """Has autocast take bfloat16."""
         return replace(run, bfloat16=True)
 
@@ -126,7 +128,7 @@ class Float32(Fix):
     device: str | None
     has_scaler: bool = False
 
-    def change(self, run: Run) -> Run:
+    def change(self, run: ScriptRun) -> ScriptRun:
         """Turns all casts off."""
         return replace(run, level="O0", float32=True)
 
@@ -145,7 +147,7 @@ class Rate(Fix):
     text: str
     divisor: int = 10
 
-    def change(self, run: Run) -> Run:
+    def change(self, run: ScriptRun) -> ScriptRun:
         """Divides each rate of the run."""
         return replace(run, rate=run.rate / self.divisor)
 
@@ -169,7 +171,7 @@ class StartScale(Fix):
     power: int
     device: str | None = None
 
-    def change(self, run: Run) -> Run:
+    def change(self, run: ScriptRun) -> ScriptRun:
         """Has scalers start with it."""
         return replace(run, init_scale=2.0**self.power)
 
@@ -187,7 +189,7 @@ class Dynamic(Fix):
 
     scale: float
 
-    def change(self, run: Run) -> Run:
+    def change(self, run: ScriptRun) -> ScriptRun:
         """Has `initialize` make one that starts as it does by default."""
         return replace(run, init_scale=DynamicLossScale().init_scale)
 
@@ -197,13 +199,17 @@ class Dynamic(Fix):
 
 @dataclass(frozen=True, slots=True)
 class Paste(Fix):
-    """Other lines in a file of the user's, which are shown if they `are_shown`; `title` says what they do."""
+    """Other lines in a file of the user's, which are shown if they `are_shown`; `title` says what they do.
+
+    They are exact if they compute the same of numbers that broke nothing.
+    """
 
     title: str
     changes: tuple[Change, ...]
     are_shown: bool = True
+    is_exact: bool = True
 
-    def change(self, run: Run) -> Run | None:
+    def change(self, run: ScriptRun) -> ScriptRun | None:
         """Changes the files that the run reads; None where the run changes the same lines by now."""
         if any(meets(one, other) for one in self.changes for other in run.changes):
             return None
@@ -225,9 +231,9 @@ class Both(Fix):
 
     parts: tuple[tuple[str | None, Fix], ...]
 
-    def change(self, run: Run) -> Run | None:
+    def change(self, run: ScriptRun) -> ScriptRun | None:
         """Makes all of them."""
-        changed: Run | None = run
+        changed: ScriptRun | None = run
         for _, fix in self.parts:
             changed = changed and fix.change(changed)
         return changed

@@ -140,7 +140,6 @@ def describe_tensor(facts: Facts) -> str:
 
 
 def describe_broken(facts: Facts) -> str:
-    """Counts what is not finite."""
     return " and ".join(f"{readable(facts[kind])} {kind}" for kind in ("nan", "inf") if facts.get(kind))
 
 
@@ -159,7 +158,6 @@ def describe_ranges(found: Sequence[Facts]) -> str:
 
 
 def is_broken(facts: Facts) -> bool:
-    """Whether a tensor held inf or NaN."""
     return bool(facts.get("nan") or facts.get("inf"))
 
 

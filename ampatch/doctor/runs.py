@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments.operations import Origin
+from ampatch.doctor.instruments.tape import Origin
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.suspects import find_suspects
 from ampatch.tools.folder import HELD
 from ampatch.tools.process import START, child_process, noting_signals, wait
@@ -38,10 +38,10 @@ class Seen:
     without_gpu: tuple[str, ...] = ()  # lines that turn on autocast for a GPU that is not there
     autocast: str | None = None  # the device for which torch.autocast was on, in a traced run
     oversized: tuple[str, ...] = ()  # layers that take or give in float32 what float16 cannot hold
+    is_late: bool = False  # it was ended because it took too long
 
     @classmethod
     def read(cls, file: Path) -> Seen:
-        """Reads what a child of ours wrote."""
         return pickle.loads(file.read_bytes())
 
     @property
@@ -50,10 +50,12 @@ class Seen:
         return find_suspects(self.attempts) + ((len(self.attempts),) if self.is_open else ())
 
 
-Launch = Callable[[Run, Path], tuple[int, str]]  # runs it, and returns the exit status and standard error
+Launch = Callable[
+    [ScriptRun, Path], tuple[int, str]
+]  # runs it, and returns the exit status and standard error
 
 
-def start_process(run: Run, folder: Path) -> tuple[int, str]:
+def start_process(run: ScriptRun, folder: Path) -> tuple[int, str]:
     """Runs a script in a fresh process; returns its exit status and standard error.
 
     A signal that ends this process ends that one first, and what it has started.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from ampatch.doctor.instruments.operations import Origin
+from ampatch.doctor.instruments.tape import Origin
 from ampatch.doctor.instruments.watch import Attempt
 
 FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning
@@ -96,16 +97,19 @@ def is_sample(attempt: int) -> bool:
 def is_collapse(attempts: Sequence[Attempt]) -> bool:
     """Says whether a scale that may move overflowed more often than its search explains.
 
-    That is more than twice at a scale that a step had been made with, and in the last quarter of the run as
-    well, or at every step up to the end.
+    That is more than twice at a scale that a step had been made with, and that had not grown since it
+    overflowed last, and in the last quarter of the run as well, or at every step up to the end.
     """
-    good, again, last = 0.0, 0, -1
+    good, again, last, lowest = 0.0, 0, -1, math.inf
     for index, attempt in enumerate(attempts):
+        scale = attempt.scale or 0.0
+        lowest = min(lowest, scale)
         if not attempt.is_finite:
             last = index
             if not attempt.is_dynamic:
                 return True
-            again += (attempt.scale or 0.0) <= good and not attempt.is_again
+            again += lowest == scale <= good and not attempt.is_again  # a scale that has grown is a search
+            lowest = math.inf
         elif attempt.is_dynamic:
             good = attempt.scale or 0.0
     is_late = last >= len(attempts) - max(len(attempts) // 4, 1)

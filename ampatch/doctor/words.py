@@ -125,6 +125,8 @@ def describe_silent(
         subject = first.parameter or first.op
         yield f"Step {first.step}, {first.kind}: {subject}{module}, {first.where or 'line unknown'}"
         yield f"  {first.why}"
+        if less := first.facts.get("less"):
+            yield f"  {less}"
         if others:
             names = [str(it.parameter or it.op) for it in others]
             more = f" and {len(names) - MOST_SILENT} more" if len(names) > MOST_SILENT else ""

@@ -6,13 +6,13 @@ from ampatch.integrations.precision import PrecisionMethods
 with needs("pytorch_lightning"):
     from pytorch_lightning.plugins import Precision
 
-__all__ = ["AmpPrecision"]
+__all__ = ["AmpPrecisionPlugin"]
 
 
-class AmpPrecision(PrecisionMethods, Precision):
+class AmpPrecisionPlugin(PrecisionMethods, Precision):
     """Trains in the mixed precision of ampatch; takes the arguments of `amp.initialize`.
 
     ```python
-    trainer = pytorch_lightning.Trainer(plugins=AmpPrecision(opt_level="O4"))
+    trainer = pytorch_lightning.Trainer(plugins=AmpPrecisionPlugin(opt_level="O4"))
     ```
     """

@@ -17,11 +17,11 @@ import torch
 from ampatch import AmpValueError, __version__
 from ampatch.sweeps.judge.advice import summarize
 from ampatch.sweeps.measure.load import find_cpus, read_text
+from ampatch.sweeps.numbers import duration
 from ampatch.sweeps.plan import Plan, PlannedRun
 from ampatch.sweeps.results import Results
 from ampatch.sweeps.rows import BASELINE, LEVELS, Ending, Environment, Run, Sweep, finished
 from ampatch.sweeps.runner import Execute, execute
-from ampatch.tools.numbers import duration
 from ampatch.tools.process import Stop
 
 # Times as long as O0 has taken: a level that needs more gains nothing, whatever it comes to.

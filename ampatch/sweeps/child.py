@@ -18,13 +18,13 @@ import torch
 import ampatch as amp
 from ampatch import apex
 from ampatch.apex.run_command import advice
+from ampatch.sweeps.log_file import line_of, lines_of
 from ampatch.sweeps.measure.meter import EnoughSteps, TrainingMeter, reset_peak
 from ampatch.sweeps.measure.reads import Audit, ReadWatch
 from ampatch.sweeps.plan import PlannedRun, find_file
 from ampatch.sweeps.results import to_plain
 from ampatch.sweeps.rows import Ending, Run
 from ampatch.sweeps.runner import NO_STEPS, own_part
-from ampatch.tools.log_file import line_of, lines_of
 from ampatch.tools.process import Stop
 from ampatch.tools.seeds import kept_seeds, set_seeds, shifted_seeds
 

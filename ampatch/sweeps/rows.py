@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ampatch import OPT_LEVELS
-from ampatch.tools import numbers
+from ampatch.sweeps import numbers
 
 AUTOCAST = "autocast"
 BASELINE = "O0"

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampatch import AmpError
+from ampatch.sweeps.log_file import last_lines
 from ampatch.sweeps.measure.reads import shorten
 from ampatch.sweeps.plan import PlannedRun, copy_working_directory
 from ampatch.sweeps.results import to_run
 from ampatch.sweeps.rows import Ending, Run
 from ampatch.tools.folder import HELD, temporary_folder
-from ampatch.tools.log_file import last_lines
 from ampatch.tools.process import GRACE_SECONDS, START, Stop, child_process, wait
 
 Execute = Callable[[PlannedRun, float | None, Stop], Run]

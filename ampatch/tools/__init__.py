@@ -1,1 +1,1 @@
-"""What the sweep and the doctor are built with: seeds, processes, numbers as text, pages and charts."""
+"""What the sweep and the doctor share: seeds, child processes and their folders, tensors in values."""

@@ -94,9 +94,14 @@ def linear_assignment(cost: np.ndarray) -> np.ndarray:
 _use_shared_memory = False  # as whoever imported it had it
 numpy_type_map = MappingProxyType(
     {
-        **{"float64": torch.DoubleTensor, "float32": torch.FloatTensor, "float16": torch.HalfTensor},
-        **{"int64": torch.LongTensor, "int32": torch.IntTensor, "int16": torch.ShortTensor},
-        **{"int8": torch.CharTensor, "uint8": torch.ByteTensor},
+        "float64": torch.DoubleTensor,
+        "float32": torch.FloatTensor,
+        "float16": torch.HalfTensor,
+        "int64": torch.LongTensor,
+        "int32": torch.IntTensor,
+        "int16": torch.ShortTensor,
+        "int8": torch.CharTensor,
+        "uint8": torch.ByteTensor,
     }
 )
 

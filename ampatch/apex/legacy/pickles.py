@@ -53,11 +53,11 @@ class Unknown:
     """Stands for what a pickle wants and does not get, so that all of that can be told at once."""
 
 
-ACTIVATIONS = (
-    *("relu", "gelu", "silu", "elu", "celu", "selu", "glu", "relu6", "leaky_relu", "prelu", "rrelu", "mish"),
-    *("tanh", "tanhshrink", "sigmoid", "logsigmoid", "softplus", "softsign", "softmax", "log_softmax"),
-    *("hardtanh", "hardsigmoid", "hardswish"),
-)
+FUNCTIONS = """
+    relu gelu silu elu celu selu glu relu6 leaky_relu prelu rrelu mish tanh tanhshrink sigmoid logsigmoid
+    softplus softsign softmax log_softmax hardtanh hardsigmoid hardswish
+"""
+ACTIVATIONS = tuple(FUNCTIONS.split())
 # What pickles name functions of torch after, as `getattr(place, "tanh")`.
 PLACES = (torch.tanh.__reduce__()[1][0], torch.Tensor.__base__)
 
@@ -170,6 +170,7 @@ NETWORKS += tuple(
     for root in ("apex", "ampatch.apex")
     for part in ("normalization", "optimizers", "parallel.sync_batchnorm", "parallel.LARC")
 )
+HOOKS = ("ampatch.models.", "ampatch.steps.")  # of ours, which a model has while it is initialized
 TRUSTED = ("builtins", "collections", "enum", "abc", "typing", "argparse", "types")
 # Packages whose objects call no methods of others: those of torch.nn do.
 DATA = ("builtins", "collections", "torch", "numpy", "pathlib", "datetime")
@@ -294,6 +295,10 @@ class Unpickler(pickle._Unpickler):  # the one in Python: that in C lets nobody 
         for table in (CALLED, VALUES, self._of_torch):
             if path in table:
                 return table[path]
+        hook = vars(sys.modules.get(module, types)).get(name) if module.startswith(HOOKS) else None
+        if isinstance(hook, type):
+            self._called.add(id(hook))
+            return hook
         kind = None if "." in name else find_network(module, name) or find_own(module, name)
         if kind is None:
             return self._refuse(path)

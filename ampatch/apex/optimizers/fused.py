@@ -83,19 +83,12 @@ class FusedAdam(CountingOptimizer):
             self._shown.setdefault(param, param.detach().clone())
         return master
 
-    def step(
-        self,
-        closure: Callable[[], object] | None = None,
-        grads: object = None,
-        output_params: object = None,
-        scale: object = None,
-        grad_norms: object = None,
-    ) -> object:
+    def step(self, closure: Callable[[], object] | None = None, **gone: object) -> object:
         """Updates the parameters that have gradients; returns what the closure returns.
 
         Raises AmpError for the other arguments, which apex gave up in 2019.
         """
-        if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
+        if any(argument is not None for argument in gone.values()):
             raise amp.AmpError(
                 "FusedAdam.step no longer takes grads=, output_params=, scale= and grad_norms=: set the "
                 ".grad of the parameters and call step(), or let amp or FP16_Optimizer scale and clip"

@@ -100,28 +100,14 @@ def _chain(standing: Callable[..., object], wrappers: list[Callable[..., object]
 
 
 def unscaled() -> float:
-    """Returns the scale of a loss that nobody scales."""
     return 1.0
 
 
-class ScalerInUse(amp.Observer):
-    """Knows the scaler of ours that scaled the latest loss: a script may have several, and use one."""
-
-    scaler: amp.LossScaler | None = None
-
-    def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """Notes the scaler of the loss."""
-        self.scaler = amp.loss_scalers()[loss_id]
-
-    def on_uninitialize(self) -> None:
-        """Drops the scaler, which ends with its session."""
-        self.scaler = None
-
-
-class Clock(ScalerInUse):
+class Clock(amp.Observer):
     """Follows a run, and tells listeners of it, in the order in which they were made.
 
-    `part` is what runs outside of models: "input", "loss" or "optimizer".
+    `part` is what runs outside of models: "input", "loss" or "optimizer". `scaler` is the one of ours that
+    scaled the latest loss: a script may have several, and use one.
     """
 
     def __init__(self, undo: ExitStack) -> None:
@@ -131,6 +117,7 @@ class Clock(ScalerInUse):
         self.part, self.in_backward = "input", False
         self.changed: list[Parameter] = []  # those whose gradients the latest backward pass made
         self.repeats = False  # what has run before, in a backward pass
+        self.within: object = None  # the node of a function of the script's whose own backward runs
         self.autocasts: set[str] = set()  # devices for which torch.autocast has been on
         self.get_scale = unscaled  # of the latest loss, in the present attempt; may wait for the device
         self.backward_options: dict[str, object] = {}  # of the latest backward pass, by their names
@@ -138,10 +125,13 @@ class Clock(ScalerInUse):
         self.has_closure = False  # whether the step that runs makes the gradients itself
         self.is_made = False  # whether the optimizer was stepped in this attempt, and not only its scaler
         self._step: FrameType | None = None  # that runs
+        self.scaler: amp.LossScaler | None = None
 
     @property
     def phase(self) -> str:
-        """What runs: "forward", or `part`."""
+        """What runs: "forward", "backward" inside of one of the script's own, or `part`."""
+        if self.within is not None:
+            return "backward"
         return "forward" if self.models.is_inside and self.part != "optimizer" else self.part
 
     @property
@@ -154,6 +144,14 @@ class Clock(ScalerInUse):
         self.part = "input"
         self.running.clear()
         self.models.restore()
+
+    def on_loss(self, loss: Tensor, loss_id: int) -> None:
+        """Notes the scaler of the loss."""
+        self.scaler = amp.loss_scalers()[loss_id]
+
+    def on_uninitialize(self) -> None:
+        """Drops the scaler, which ends with its session."""
+        self.scaler = None
 
     def add(self, listener: Instrument) -> None:
         """Tells a listener of the events that it has methods for."""
@@ -186,7 +184,6 @@ class Clock(ScalerInUse):
         self.undo.enter_context(amp.observe(self))
 
     def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
-        """Has a wrapper run in the place of a function, until the clock is undone."""
         wrap(owner, name, wrapper, self.undo)
 
     # ---- Modules ----
@@ -256,6 +253,17 @@ class Clock(ScalerInUse):
         finally:
             self.repeats = False
             self.models.restore(*before)
+
+    @contextmanager
+    def inside_of(self, node: object, place: Standing) -> Iterator[None]:
+        """A backward that the script itself has written runs inside, for a function at a place."""
+        before, self.within = (self.models.save(), self.within), node
+        self.models.restore(*place)
+        try:
+            yield
+        finally:
+            standing, self.within = before
+            self.models.restore(*standing)
 
     # ---- Steps ----
 

@@ -12,13 +12,13 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
-from ampatch.doctor.instruments.operations import CASTING, RUNNING, name_of
 from ampatch.doctor.instruments.places import is_called_by_ampatch, user_line
-from ampatch.doctor.instruments.tape import Op, Tape
-from ampatch.doctor.instruments.values import Tensors, inexact_in, quiet
+from ampatch.doctor.instruments.tape import CASTING, RUNNING, Op, Tape, name_of
+from ampatch.doctor.instruments.values import Tensors, inexact_in, node_of, quiet
 from ampatch.patching.patcher import Patcher
 
 COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
@@ -55,17 +55,14 @@ class Operation:
 
     @property
     def writes(self) -> bool:
-        """Whether it writes into what it takes."""
         return self.name.endswith("_") or self.name in RUNNING or "out" in self.kwargs
 
     @property
     def arguments(self) -> tuple[object, ...]:
-        """All that it is given."""
         return (*self.args, *self.kwargs.values())
 
     @functools.cached_property
     def floating(self) -> Tensors:
-        """What it takes, but for complex numbers."""
         return [tensor for tensor in self.taken if tensor.is_floating_point()]
 
     def gives(self, result: object) -> Tensors:
@@ -78,7 +75,7 @@ class Operation:
         return list({id(it): it for it in given}.values())
 
 
-class Rule(Instrument):
+class OperationInstrument(Instrument):
     """Looks at what a script calls, by `Operations`."""
 
     looks_inside = False  # of functions that are `COMPOSITE`
@@ -89,7 +86,6 @@ class Rule(Instrument):
         self.tape = tape
 
     def wants(self, name: str) -> bool:
-        """Says whether an operation of this name is of interest now."""
         raise NotImplementedError
 
     def before(self, operation: Operation) -> object:
@@ -108,10 +104,10 @@ class Rule(Instrument):
 class Operations(TorchFunctionMode):
     """Writes each operation that a script calls and a rule wants on a tape, and shows it to these rules."""
 
-    def __init__(self, tape: Tape, rules: Sequence[Rule]) -> None:
+    def __init__(self, tape: Tape, rules: Sequence[OperationInstrument]) -> None:
         super().__init__()
         self._tape, self._clock, self._rules = tape, tape.clock, rules
-        self._due: Sequence[Rule] = rules  # in the present attempt
+        self._due: Sequence[OperationInstrument] = rules  # in the present attempt
         self._attempt = -1
         self._is_off = False  # torch leaves a mode for what an operation does
         self._casts: list[Op] = []  # of ours, which are part of what follows
@@ -144,7 +140,7 @@ class Operations(TorchFunctionMode):
             self._tape.put(operation.record, operation.given)
         return result
 
-    def _rules_now(self) -> Sequence[Rule]:
+    def _rules_now(self) -> Sequence[OperationInstrument]:
         """Returns the rules that look at the present attempt: of a long script most have none."""
         now = self._clock.attempt
         if now != self._attempt:
@@ -175,11 +171,13 @@ class Operations(TorchFunctionMode):
     def follow(self) -> None:
         """Shows operations until the clock is undone, and what torch shows no mode.
 
-        These are functions of `torch.autograd.Function`, and what reentrant checkpoints repeat.
+        These are functions of `torch.autograd.Function`, with what their backwards call, and what reentrant
+        checkpoints repeat.
         """
         reentrant = inspect.unwrap(torch.utils.checkpoint.CheckpointFunction)  # a session puts another there
         self._clock.wrap(reentrant, "forward", self._remember)
         self._clock.wrap(reentrant, "backward", self._repeat)
+        self._clock.wrap(BackwardCFunction, "apply", self._go_back)
         held, patcher = vars(Function)["apply"], Patcher()
 
         def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
@@ -197,10 +195,20 @@ class Operations(TorchFunctionMode):
         if not rules:
             return
         operation = Operation.now(self._clock, name, None, args, kwargs)
+        for node in {node_of(it) for it in given if isinstance(node_of(it), BackwardCFunction)}:
+            node.ampatch_function = self._clock.models.save()
         with quiet():
             self._record(operation, given)
             for rule in rules:
                 rule.see_function(operation)
+
+    def _go_back(self, apply: Callable[..., object], node: object, *args: object) -> object:
+        """Shows what a backward of the script's own calls, at the place of its function."""
+        place = getattr(node, "ampatch_function", None)
+        if place is None or not self._rules_now():
+            return apply(node, *args)
+        with self._clock.inside_of(node, place), self if self._is_off else nullcontext():
+            return apply(node, *args)
 
     def _remember(self, forward: Callable[..., object], ctx: object, *args: object) -> object:
         ctx.ampatch_place = self._clock.models.save()

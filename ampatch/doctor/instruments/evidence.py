@@ -1,4 +1,4 @@
-"""What arguments show: constants that half cannot hold, casts by hand, means of nothing."""
+"""The operations that made bad numbers, and what their arguments show: constants, casts, means of nothing."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import ast
 import linecache
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ampatch.doctor.fixes import Paste
-from ampatch.doctor.instruments import operations as ops
+from ampatch.doctor.instruments import tape as ops
 from ampatch.doctor.instruments.dispatch import Operation
-from ampatch.doctor.instruments.origins import Origins
-from ampatch.doctor.instruments.places import is_called_by_user
+from ampatch.doctor.instruments.places import Place, is_called_by_user
+from ampatch.doctor.instruments.region import statement_of_zeros
 from ampatch.doctor.instruments.tape import Op, Tape
-from ampatch.doctor.instruments.values import Damage, Tensors, plain
+from ampatch.doctor.instruments.values import HALF, Damage, Tensors, examine, is_mask, plain
 from ampatch.doctor.text.source import place_of, statement_of
 from ampatch.levels.precision import HALF_TYPES
 
+HARMLESS = (*ops.CASTS, "detach")  # which make NaN of nothing
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
 LARGEST = tuple(torch.finfo(it).max for it in (torch.float16, torch.bfloat16, torch.float32))
 Constant = tuple[float, str, str]  # what it becomes, and in which type
@@ -29,6 +30,98 @@ NEXT_TO_0 = 1e-20  # which the half types hold none of, but for bfloat16
 SMALL = 2e-5  # what float16 cannot divide 1 by
 DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode their own
 COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
+
+
+class Origins:
+    """All of a run, in the order of their appearance; marks are their indices."""
+
+    def __init__(self) -> None:
+        self.all: list[ops.Origin] = []
+        self.attempt = self.micro_step = 0
+        self.batch_sizes: tuple[int, ...] = ()
+        self.is_repeat = False  # a checkpoint runs operations again
+        self.asked: set[int] = set()  # those of what the script asked about
+        self.came_back: set[int] = set()  # those seen in a backward pass, until a gradient is bad
+        self.quiet: set[int] = set()  # infinities in the data, which may reach nothing
+
+    def add(self, call: Op, damage: Damage, **more: object) -> int:
+        """Notes an origin, and returns its mark; one that is repeated is noted already."""
+        more |= {"attempt": self.attempt, "batch_sizes": self.batch_sizes}
+        origin = ops.Origin(call, call.phase, damage, self.micro_step, **more)
+        for index, known in enumerate(self.all) if self.is_repeat else ():
+            if origin.identity == known.identity:
+                return index
+        self.all.append(origin)
+        return len(self.all) - 1
+
+    def add_unseen(self, tensor: Tensor, name: str | None, where: str | None, is_first: bool) -> int:
+        """Notes bad numbers that no operation made: those of a weight that has a name, or of the data."""
+        if tensor.dim() and name is None:
+            self.batch_sizes = self.batch_sizes or (tensor.shape[0],)
+        call = Op("", "input" if name is None or is_first else "optimizer", None, where)
+        return self.add(call, examine(tensor), parameter=name)
+
+    def add_data(self, tensor: Tensor, place: Place | None, where: str | None) -> set[int]:
+        """Notes what is bad in what a model is given; a mask, which holds nothing but 0 and -inf, is not."""
+        if is_mask(tensor):
+            return set()
+        mark = self.add(Op("", "input", place, where), damage := examine(tensor))
+        if damage.kind == "inf":
+            self.quiet.add(mark)
+        return {mark}
+
+    def reach(self, marks: Collection[int]) -> None:
+        """Notes that origins have reached a loss, a gradient or a weight."""
+        for index in marks:
+            self.all[index].has_reached = True
+
+    def give_up(self) -> None:
+        """A script that saw bad numbers and made no backward pass of them has left them out."""
+        self.reach(self.asked)
+        self.asked = set()
+
+    def note_turn(self, call: Op, damage: Damage, marks: Collection[int]) -> None:
+        """Notes what makes NaN of an infinity, and of which sample: that may be another than the first."""
+        self.note_taken(marks, call.phase)
+        in_batch = bool(damage.element) and damage.shape[0] in self.batch_sizes
+        for origin in (self.all[index] for index in marks):
+            is_told = call.op not in HARMLESS and not call.op.startswith("_")
+            if origin.damage.kind == "inf" and origin.turns is None and is_told:
+                origin.turns = call.op, call.where, damage.element[0] if in_batch else None
+
+    def of(self, phase: str, marks: Collection[int]) -> list[ops.Origin]:
+        """Returns those of some marks that are of a phase: "input" before the model, "loss" after it."""
+        return [self.all[index] for index in marks if self.all[index].phase == phase]
+
+    def note_taken(self, marks: Collection[int], phase: str) -> None:
+        """Notes the first statement behind the data that takes what is bad there, and how it takes 0."""
+        for call in (it.call for it in self.of("input", marks) if phase != "input"):
+            if "taken" not in call.facts:
+                call.facts["taken"] = statement_of_zeros()
+
+    def move_to_step(self, marks: Collection[int], name: str | None) -> bool:
+        """What is done to the gradient of a parameter after its backward pass is no part of the next input.
+
+        Says whether there are marks.
+        """
+        for origin in self.of("input", marks):
+            if origin.attempt == self.attempt and origin.micro_step > self.micro_step:
+                origin.phase, origin.micro_step, origin.parameter = "optimizer", self.micro_step, name
+        return bool(marks)
+
+    def move_to_loss(self) -> None:
+        """What a script without a model does before the backward pass is its loss."""
+        now = (self.attempt, self.micro_step, "input")
+        for origin in self.all:
+            if (origin.attempt, origin.micro_step, origin.phase) == now and origin.call.op:
+                origin.phase = "loss"
+
+    def end_attempt(self) -> None:
+        """The sizes of the batch are known now."""
+        for origin in self.all:
+            if origin.attempt == self.attempt:
+                origin.batch_sizes = origin.batch_sizes or self.batch_sizes
+        self.attempt, self.micro_step = self.attempt + 1, 0
 
 
 def follow(tape: Tape, of: Operation) -> None:
@@ -63,7 +156,7 @@ def explain_arguments(origin: ops.Origin, of: Operation, like: list[str]) -> Non
     """Puts into the facts of what broke what its arguments show; `like` are modules of the class it is in."""
     call, taken = origin.call, of.taken
     call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
-    if call.facts["own"] and call.phase == "forward":
+    if call.facts["own"] and (call.phase == "forward" or call.facts.get("within")):
         call.facts["alike"] = like
     nothing = find_nothing(of)
     is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))
@@ -80,7 +173,7 @@ def explain_arguments(origin: ops.Origin, of: Operation, like: list[str]) -> Non
     if bad and call.phase == "optimizer":
         call.facts["given"] = str(float(bad[0]))
     is_cast = call.op in ops.CASTS or call.phase == "input"  # as of a buffer, by initialize
-    if is_cast and (constant := find_overflow_of(taken)):
+    if is_cast and (constant := find_overflow_of(taken, call.dtype)):
         call.facts["constant"] = constant
     if call.op in ops.SOFTMAXES:
         call.facts.setdefault("constant", (-math.inf, "-inf", call.dtype))
@@ -129,13 +222,14 @@ def note_error(error: Exception, of: Operation, origins: Origins, region: Paste 
     origins.reach([origins.add(call, damage, region=region)])
 
 
-def find_overflow_of(tensors: Tensors) -> Constant | None:
-    """Returns the number that alone is too large for float16 where tensors are cast: that of a mask."""
+def find_overflow_of(tensors: Tensors, dtype: str) -> Constant | None:
+    """Returns the number that alone is too large for half where tensors are cast: that of a mask."""
+    half = dtype if dtype in HALF else "float16"
     for tensor in tensors:
         values = plain(tensor).float()
-        too_large = values[values.abs() >= torch.finfo(torch.float16).max]
+        too_large = values[values.abs() >= torch.finfo(getattr(torch, half)).max]
         if too_large.numel() > 1 and (too_large == too_large[0]).all():
-            return too_large[0].item(), "inf" if too_large[0] > 0 else "-inf", "float16"
+            return too_large[0].item(), "inf" if too_large[0] > 0 else "-inf", half
     return None
 
 

@@ -57,17 +57,14 @@ class Models:
 
     @property
     def is_inside(self) -> bool:
-        """Says whether a module of a model runs."""
         return self.place is not None
 
     @property
     def place(self) -> Place | None:
-        """The innermost module that runs, None outside of models."""
         return next((place for place in reversed(self._stack) if place is not None), None)
 
     @property
     def depth(self) -> int:
-        """How many modules run, each in the one before."""
         return len(self._stack)
 
     def enter(self, module: Module) -> bool:
@@ -82,7 +79,6 @@ class Models:
         return is_root
 
     def save(self) -> Standing:
-        """Returns where a run of modules stands, for `restore`."""
         return self._stack.copy(), self._calls.copy()
 
     def restore(self, stack: Iterable[Place | None] = (), calls: Mapping[int, int] | None = None) -> None:
@@ -95,7 +91,6 @@ class Models:
             self._parameters.setdefault(id(master), self._parameters.get(id(half)))
 
     def leave(self) -> None:
-        """Notes that the innermost module has ended."""
         if self._stack:
             self._stack.pop()
 
@@ -107,7 +102,6 @@ class Models:
         return [path for path, kind in modules.items() if place and kind is modules.get(place.module)]
 
     def name_of(self, parameter: object) -> str | None:
-        """Returns the dotted path of a parameter."""
         return self._parameters.get(id(parameter))
 
     def name_beside(self, tensor: Tensor, given: list[Tensor], taken: list[Tensor]) -> str | None:
@@ -123,6 +117,13 @@ class Models:
         held = (it for root in self.roots for it in (*root.named_parameters(), *root.named_buffers()))
         return next((path for path, it in held if key_of(it) == key), None)
 
+    def name_of_buffer(self, tensor: Tensor) -> str | None:
+        """Names the buffer that a tensor is, of models that have run or are in sight, as in `initialize`."""
+        key = key_of(tensor)
+        roots = (*self.roots, *(() if self.roots else (it for _, it in modules_in_sight())))
+        held = (it for root in roots for it in root.named_buffers())
+        return next((path for path, it in held if it is tensor or key_of(it) == key), None)
+
     def parameters(self) -> list[Parameter]:
         """Returns the parameters of all models that have run."""
         if self._listed is None:
@@ -135,7 +136,6 @@ class Models:
         return [it for it in held if not (is_finite(it) or is_mask(it))]
 
     def named_parameters(self) -> Iterator[tuple[str, str, Parameter]]:
-        """Yields the parameters of all models, after the names of the model and of the parameter."""
         for root in self.roots:
             for path, parameter in root.named_parameters():
                 yield self._names[id(root)][0], path, parameter
@@ -159,7 +159,6 @@ def masters_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters that an optimizer steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -174,7 +173,6 @@ def unwrap(module: Module) -> Module:
 
 
 def device_of(module: Module) -> torch.device:
-    """Returns where a module is."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
@@ -246,12 +244,10 @@ def caller() -> str:
 
 
 def is_called_by_user() -> bool:
-    """Says whether neither torch nor ampatch calls."""
     return not caller().startswith(OURS)
 
 
 def is_called_by_ampatch() -> bool:
-    """Says whether ampatch calls, as where it casts."""
     return caller().startswith(OURS[0])
 
 

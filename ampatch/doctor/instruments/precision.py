@@ -77,7 +77,6 @@ class OwnFloat32(TorchFunctionMode):
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:
-    """Returns float32 for a half type."""
     return torch.float32 if dtype in HALF_TYPES else dtype
 
 
@@ -130,7 +129,6 @@ class LoweredRates(Instrument):
             group["lr"] = rate * self._factor
 
     def end_attempt(self, optimizer: Optimizer) -> None:
-        """Puts them back, for what a schedule makes of them."""
         for group, rate in self._given:
             group["lr"] = rate
 

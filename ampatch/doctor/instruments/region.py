@@ -9,6 +9,7 @@ from textwrap import indent
 from types import FrameType
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Module
 
 from ampatch.doctor.fixes import Paste
@@ -113,6 +114,9 @@ def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imp
     elif not isinstance(function, ast.FunctionDef) or function.name != frame.f_code.co_name:
         return None
     taken = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    is_of_function = any(isinstance(frame.f_locals.get(it), BackwardCFunction) for it in taken[:1])
+    if is_of_function and frame.f_code.co_name == "backward":
+        return None  # a backward, of which the gradients have the types of what its forward took
     names = {it.id for it in ast.walk(function) if isinstance(it, ast.Name)}
     used = [frame.f_locals.get(it, frame.f_globals.get(it)) for it in names]
     uses_model = any(isinstance(it, Module) and any(True for _ in it.parameters()) for it in used)
@@ -137,7 +141,6 @@ def decorated(source: Source, function: ast.stmt, decorators: Lines, imports: Li
 
 
 def is_half_tensor(value: object) -> bool:
-    """Says whether a value is a tensor of float16 or bfloat16."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
 
 

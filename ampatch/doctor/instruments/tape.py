@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments.clock import Clock
-from ampatch.doctor.instruments.places import Place
-from ampatch.doctor.instruments.values import HALF, Damage, key_of
+from ampatch.doctor.instruments.places import Models, Place
+from ampatch.doctor.instruments.values import (
+    HALF,
+    Damage,
+    is_finite,
+    key_of,
+    node_of,
+    quiet,
+    tensors_in,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +49,10 @@ class Op:
 
     @property
     def is_half(self) -> bool:
-        """Whether it gives something in half."""
         return any(it in HALF for it in self.given)
 
     @property
     def site(self) -> tuple[object, ...]:
-        """What operations share that are one, at several attempts."""
         return self.phase, self.where, self.op, self.place
 
 
@@ -75,7 +83,6 @@ class Tape:
         self._made.update((key_of(it), record.number) for it in given)
 
     def keep(self) -> None:
-        """Has all that there is by now last."""
         self._early = len(self.records), self._made.copy()
 
     def _begin(self) -> None:
@@ -113,3 +120,190 @@ class Tape:
         for it in record.parents:
             record.handed |= self.records[it].handed
         self.put(record, [tensor])
+
+
+# Operators by the names of their functions; those of torch end with _ where they work in place.
+OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "rpow": "pow", "radd": "add"}
+OPERATORS |= {"rmul": "mul", "rmatmul": "matmul", "rtruediv": "div", "rdiv": "div", "rsub": "sub"}
+OPERATORS |= {"iadd": "add_", "isub": "sub_", "imul": "mul_", "idiv": "div_", "ipow": "pow_"}
+OPERATORS |= {"getitem": "index", "setitem": "index_put_"}
+# These make no values: they return uninitialized memory, or a property, and of a backward pass hooks tell.
+IGNORED = ("", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
+IGNORED += ("backward", "register_hook", "size")
+REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations that it repeats
+ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
+CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
+CASTING = (*CASTS, "_foreach_copy_", "copy_")  # as of weights to half
+# What breaks alike, see `causes`.
+EXPONENTIALS = ("exp", "exp_", "expm1", "expm1_", "exp2", "exp2_", "sinh", "cosh")
+LOGARITHMS = ("log", "log2", "log10", "log1p", "log_", "logit", "binary_cross_entropy", "xlogy")
+LOGARITHMS += (
+    "log1p_",
+    "log2_",
+    "log10_",
+    "logit_",
+    "entr",
+    "special_entr",
+)  # whose gradient is one
+NORMS = ("norm", "cdist", "vector_norm", "linalg_vector_norm")
+SPREADS = ("std", "var", "std_mean", "var_mean")
+QUOTIENTS = ("div", "div_", "reciprocal", "reciprocal_", "rsqrt", "rsqrt_", "true_divide", "atan2")
+SUMS = ("sum", "mean", "cumsum", "matmul", "linear", "bmm", "mm", "addmm", "einsum", "conv1d", "conv2d")
+SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
+
+ROOTS = ("sqrt", "sqrt_", "rsqrt", "rsqrt_")
+LOSSES = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
+RUNNING = ("batch_norm", "instance_norm")
+OF_ALL = ("mean", "sum", *LOSSES)  # which hide no mask
+SOFTMAXES = ("softmax", "log_softmax")
+WEIGHING = ("softmax", "attention", "cross_entropy")  # these make NaN of nothing but -inf
+DOMAINS = ("acos", "acos_", "asin", "asin_", "arccos", "arcsin", "atanh", "atanh_", "acosh", "acosh_")
+ADDCDIV = ("addcdiv_", "_foreach_addcdiv_", "_fused_adam_", "_fused_adamw_")  # of optimizers
+NORMALIZERS = ("normalize", "cosine_similarity", "pairwise_distance", *ADDCDIV)
+# Nodes that multiply gradients by what is finite in the forward.
+MULTIPLY = tuple(
+    f"{name}Backward0"
+    for name in (
+        *("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Mul", "Convolution", "Linear", "Add", "Sub", "Neg"),
+        *("Mean", "Sum", "Embedding", "Index", "Cat", "Stack", "Select", "Slice", "Clone", "Repeat"),
+        *("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm", "CudnnBatchNorm", "NativeDropout"),
+        *("Softmax", "LogSoftmax", "Gelu", "Silu", "Tanh", "Sigmoid", "Relu", "LeakyRelu", "Softplus"),
+    )
+)
+MULTIPLY += ("SumBackward1", "MeanBackward1")
+SMALLER = 2.0**-12  # of the present loss scale, to ask whether a gradient overflows for it
+SMALL = 16.0  # a loss scale that is smaller than any search begins with
+KNOWN = "ampatch.doctor"  # in a node's metadata
+# Nodes that change the layout or type of a gradient alone.
+CHAIN = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
+CHAIN += ("ExpandBackward0", "PermuteBackward0", "ReshapeAliasBackward0")
+
+
+class Enough(BaseException):
+    """Ends a script when all that is wanted has been seen."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """An operation that made bad numbers."""
+
+    call: Op
+    phase: str
+    damage: Damage
+    micro_step: int
+    input_largest: float | None = None
+    parameter: str | None = None
+    node: str | None = None
+    attempt: int = 0
+    has_reached: bool = False
+    is_of_scale: bool = False  # it is finite where the gradients it takes are smaller
+    batch_sizes: tuple[int, ...] = ()  # of what the model took
+    region: Paste | None = None  # what puts the statement into float32
+    turns: tuple[str, str | None, int | None] | None = None  # what made NaN of its inf, where, which sample
+    float32_survives: bool | None = None
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What it shares with the same operation at the same place of the same micro-step."""
+        call = self.call
+        return (self.attempt, self.micro_step, call.op, call.where, call.place, self.node, self.parameter)
+
+
+def name_of(func: Callable[..., object]) -> str:
+    """Returns torch's name of a function, for an operator that of its function; "" for a property.
+
+    >>> import torch
+    >>> name_of(torch.Tensor.__truediv__), name_of(torch.exp), name_of(torch.Tensor.grad.__get__)
+    ('div', 'exp', '')
+    """
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return ""
+    inner = name.strip("_") if name.startswith("__") else name
+    return OPERATORS.get(inner, inner) if name.startswith("__") else name
+
+
+# ---- The graph ----
+
+
+class Graph:
+    """Follows the graphs of one step; `on_bad` hears of each bad gradient."""
+
+    def __init__(self, models: Models, on_bad: Callable[..., None]) -> None:
+        self._models, self._on_bad = models, on_bad
+        self._nodes: list[object] = []  # kept, so that each stays one object of Python
+
+    def tag(self, taken: list[Tensor], given: list[Tensor], call: Op) -> None:
+        """Has the nodes of an operation know it; what it takes may come of a function that nobody saw."""
+        for tensor in taken:
+            node = node_of(tensor)
+            if node is not None and KNOWN not in node.metadata:
+                name = node.name().removesuffix("Backward")
+                self._tag_nodes(node, Op(name, call.phase, call.place, call.where, call.dtype))
+        for tensor in given:
+            self._tag_nodes(node_of(tensor), call)
+
+    def _tag_nodes(self, node: object, call: Op) -> None:
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None or KNOWN in node.metadata or is_leaf(node):
+                continue
+            node.metadata[KNOWN] = call
+            followers = [each for each, _ in node.next_functions]
+            names = [self._models.name_of(variable_of(each)) for each in followers]
+            node.register_hook(functools.partial(self._look, len(self._nodes), call, names))
+            self._nodes.append(node)
+            waiting += followers
+
+    def _look(self, index: int, call: Op, names: list[str | None], made: tuple, taken: tuple) -> None:
+        """A hook of a node: `made` are the gradients that it made of those that it took."""
+        with quiet():
+            for tensor, name in zip(made, names, strict=False):
+                if tensor is not None and not is_finite(tensor):
+                    self._on_bad(call, self._nodes[index], name, tensor, taken)
+                    return
+
+
+def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
+    """Yields the nodes of a graph, each once, but none that is older than the first."""
+    found = [node_of(root) for root in roots]
+    seen: set[object] = set()
+    while found:
+        node = found.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        yield node
+        found += [each for each, _ in node.next_functions]
+
+
+def is_leaf(node: object) -> bool:
+    return node.name().endswith("AccumulateGrad")
+
+
+def variable_of(node: object) -> object:
+    """Returns the parameter whose gradient a node makes, but for its layout and type, or None."""
+    while node is not None:
+        if is_leaf(node):
+            return node.variable
+        if node.name() not in CHAIN:
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def is_cured_by_scale(node: Callable[..., object], taken: tuple, scale: float) -> bool:
+    """Asks a node, before it forgets what it saved, whether a smaller loss scale would do.
+
+    One that cannot be asked, as those in a checkpoint, which unpack what they saved once, is judged by its
+    name: does it multiply gradients by what was finite in the forward?
+    """
+    try:
+        factor = min(SMALLER, SMALL / scale)
+        smaller = [None if tensor is None else tensor * factor for tensor in taken]
+        function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function
+        again = node(*smaller) if function is None else function.backward(node, *smaller)
+    except (RuntimeError, TypeError):
+        return node.name() in MULTIPLY
+    return all(map(is_finite, tensors_in(again)))

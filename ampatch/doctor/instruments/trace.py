@@ -8,6 +8,7 @@ the trace tells consequences from origins, and knows which origins reached the l
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 import torch
@@ -17,12 +18,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from ampatch.doctor.fixes import Paste
-from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments import places
+from ampatch.doctor.instruments import tape as ops
 from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS
-from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.evidence import explain_arguments, follow, note_error, note_written
-from ampatch.doctor.instruments.origins import Origins
+from ampatch.doctor.instruments.dispatch import Operation, OperationInstrument
+from ampatch.doctor.instruments.evidence import Origins, explain_arguments, follow, note_error, note_written
 from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_of
 from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.values import (
@@ -39,7 +39,7 @@ from ampatch.doctor.instruments.values import (
 )
 
 
-class Trace(Rule):
+class Trace(OperationInstrument):
     """Watches the attempts in `window`, None: all; unless it `goes_on`, it ends after them and `last`."""
 
     looks_inside = True
@@ -62,6 +62,7 @@ class Trace(Rule):
         self.active = self.window is None or self.origins.attempt in self.window
         self._graph = ops.Graph(self.models, self._on_bad_gradient)
         self._found_in_backward = False
+        self._inside: defaultdict[object, set[int]] = defaultdict(set)  # origins in backwards, by their nodes
         self.origins.came_back = set()
         self._note_old_gradients()
 
@@ -175,9 +176,10 @@ class Trace(Rule):
         return [it for at, it in enumerate(found) if it.has_reached or it.turns or at not in quiet]
 
     def wants(self, name: str) -> bool:
-        """Of a backward pass the graph tells."""
+        """Of a backward pass the graph tells, but for what the script itself has written."""
         is_due = self.active and self.clock.micro_step < self._most
-        return is_due and not self.clock.is_away and name not in ops.IGNORED
+        is_away = self.clock.is_away and self.clock.within is None
+        return is_due and not is_away and name not in ops.IGNORED
 
     def before(self, operation: Operation) -> Kept | None:
         """Returns what is bad before an operation that writes into it, and the largest number."""
@@ -199,9 +201,9 @@ class Trace(Rule):
                 explain_arguments(origin, operation, self.models.like_place())
 
     def see_error(self, operation: Operation, error: Exception) -> None:
-        """Notes an operation that raises an error."""
         if operation.taken:
             note_error(error, operation, self.origins, self._region(operation.record, operation))
+            operation.record.facts["within"] = self.clock.within is not None
 
     def see_function(self, operation: Operation) -> None:
         """Learns of a function whose node has no operation."""
@@ -218,6 +220,8 @@ class Trace(Rule):
         came = self.tape.origins_of(*bad)
         if any(word in call.op for word in ops.WEIGHING):
             came -= self.origins.quiet
+        if self.clock.within is not None and bad and not came:
+            return  # gradients that were bad before
         damage = None if worst is None else examine(worst, bool(bad))
         if bad and damage is None and not any(it.requires_grad for it in bad):  # data that a mask hides
             marks, call.hidden = self.tape.origins_of(*filter(is_finite, taken)), came
@@ -237,7 +241,10 @@ class Trace(Rule):
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
             more["region"] = self._region(call, operation)
             call.facts["casts"] = call.op in ops.CASTING
-            marks = marks | {self.origins.add(call, damage, **more)}
+            marks = marks | (new := {self.origins.add(call, damage, **more)})
+            if self.clock.within is not None:
+                self._inside[self.clock.within] |= new
+                call.facts["within"] = True
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
         call.origins = marks
@@ -273,6 +280,12 @@ class Trace(Rule):
         self._found_in_backward = True
         self.origins.came_back |= call.origins or call.hidden
         if call.origins or call.hidden or not all(map(is_finite, given := [*tensors_in(taken)])):
+            return
+        if inside := self._inside[node]:
+            for origin in (self.origins.all[index] for index in inside):
+                origin.is_of_scale = ops.is_cured_by_scale(node, taken, self.clock.get_scale())
+                origin.parameter = parameter
+            self.origins.came_back |= inside
             return
         if call.infinite is not None and call.is_data and not note_written(call):  # it was no mask
             data = Op("", "input", call.place, call.where)

@@ -100,12 +100,10 @@ def examine(tensor: Tensor, took_inf: bool = False) -> Damage | None:
 
 
 def inexact_in(value: object) -> Tensors:
-    """Returns the tensors in a value that can hold inf and NaN."""
     return [tensor for tensor in tensors_in(value) if is_inexact(tensor)]
 
 
 def floating_in(value: object) -> Tensors:
-    """Returns the floating tensors in a value."""
     return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
 
 
@@ -128,7 +126,6 @@ def largest_of(tensors: list[Tensor]) -> float | None:
 
 
 def examine_all(tensors: Tensors) -> Kept:
-    """Returns what is bad among some tensors, and the largest number in all."""
     return [it for it in tensors if not is_finite(it)], largest_of(tensors)
 
 

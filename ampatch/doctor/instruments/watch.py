@@ -14,8 +14,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS, Clock, Instrument
-from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import parameters_of
+from ampatch.doctor.instruments.tape import Enough
 from ampatch.doctor.instruments.values import (
     HALF,
     are_finite,
@@ -55,10 +55,10 @@ class Attempt:
     is_again: bool = False  # of the backward pass that the attempt before was of
     left_out: bool = False  # a model gave bad numbers, and no backward pass followed
     value: float = 0.0  # of the loss, of several backward passes their mean
+    buffer: str | None = None  # the first that has become bad
 
     @property
     def is_finite(self) -> bool:
-        """Says whether all was finite."""
         return self.loss and self.gradients and self.weights
 
 
@@ -71,6 +71,7 @@ class Watch(Instrument):
     def __init__(self, clock: Clock, most: int | None = None) -> None:
         super().__init__(clock)
         self._most = most
+        self.is_late = False  # whether the run has taken too long, and ends with this attempt
         self.attempts: list[Attempt] = []
         self._now = Attempt()
         self._steps: Counter[Optimizer] = Counter()
@@ -97,7 +98,6 @@ class Watch(Instrument):
             self._is_bad = False
 
     def see_output(self, module: Module, output: object) -> None:
-        """Looks at what a model gives."""
         if self.clock.models.depth == 1 and torch.is_grad_enabled():
             self._is_bad |= not are_finite(tensors_in(output))
 
@@ -132,24 +132,24 @@ class Watch(Instrument):
         state = tensors_in(list(optimizer.state.values()))
         held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
         self._now.weights &= are_finite(held)
-        self._now.weights &= {id(it) for it in self.clock.models.lost_buffers()} <= self._unset
+        lost = [it for it in self.clock.models.lost_buffers() if id(it) not in self._unset]
+        self._now.weights &= not lost
+        self._now.buffer = self.clock.models.name_of_buffer(lost[0]) if lost else None
         if self._losses:
             self._now.value = sum(self._losses) / len(self._losses) / (self._now.scale or 1.0)
         self.attempts.append(self._now)
         self._lost = 0 if self._now.weights else self._lost + 1
         self._now, self.is_open = Attempt(), False
         self._has_backward, self._losses = False, []
-        if len(self.attempts) == self._most or self._lost == MOST_LOST:
+        if self.is_late or len(self.attempts) == self._most or self._lost == MOST_LOST:
             raise Enough
 
 
 def have_finite_grads(parameters: Iterable[Tensor]) -> bool:
-    """Says whether all numbers of the gradients that parameters have are finite."""
     return are_finite(it.grad for it in parameters if it.grad is not None)
 
 
 def bad_of(parameters: Iterable[Tensor]) -> set[int]:
-    """Returns those whose gradients are not finite, by their ids."""
     return {id(it) for it in parameters if it.grad is not None and not is_finite(it.grad)}
 
 

@@ -67,7 +67,6 @@ class Slots:
         return index
 
     def refer(self, value: object) -> object:
-        """Returns arguments with slots in the place of tensors that the step made."""
         return map_tensors(value, self._refer) if value else value
 
     def _refer(self, tensor: Tensor) -> object:
@@ -126,7 +125,7 @@ class Mode(NamedTuple):
 
 
 @dataclass(slots=True)
-class Call:
+class RecordedCall:
     """A call of a model, or of a function after it, such as one of the loss; `outputs` are slots."""
 
     function: Callable[..., object]
@@ -138,7 +137,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Forward(Call):
+class Forward(RecordedCall):
     """A call of a model, to which `function` is a weak reference; `random` are the states of generators."""
 
     random: dict[str, Tensor] = field(default_factory=dict)
@@ -152,14 +151,14 @@ class Backward(NamedTuple):
     frames: Frames
 
 
-Event = TypeVar("Event", Call, Forward, Backward)
+Event = TypeVar("Event", RecordedCall, Forward, Backward)
 
 
 class Record:
     """The events of one step, and the state that it began in."""
 
     def __init__(self) -> None:
-        self.events: list[Call | Backward] = []
+        self.events: list[RecordedCall | Backward] = []
         self.slots = Slots()
         self.state: dict[int, Snapshot] = {}  # by the id of the model
         self.weights: Copies | None = None  # where the step is made before it is done again
@@ -234,7 +233,7 @@ class CallRecorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_in(result)):
             mode, outputs = Mode.now(self._device), record.slots.add(result)
-            record.events.append(Call(func, *taken, capture(1), mode, outputs))
+            record.events.append(RecordedCall(func, *taken, capture(1), mode, outputs))
         return result
 
 
@@ -261,7 +260,6 @@ def capture(depth: int = 2) -> Frames:
 
 @functools.lru_cache(maxsize=1000)
 def place_of(name: str) -> tuple[bool, bool]:
-    """Says whether a file is the user's own, and whether it is one of ours."""
     return not name.startswith(LIBRARIES), name.startswith(DOCTOR)
 
 
@@ -342,7 +340,6 @@ class Snapshot:
 
 
 def plain_in(module: Module) -> dict[str, object]:
-    """Returns the attributes of a module that are numbers, strings or None."""
     return {name: it for name, it in vars(module).items() if type(it) in PLAIN}
 
 

@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
-from ampatch.doctor.instruments.operations import CASTS, REPEATED, Origin, name_of, nodes_of
 from ampatch.doctor.instruments.places import OURS, SCALERS, masters_of, unwrap, user_line
 from ampatch.doctor.instruments.precision import Oversized
-from ampatch.doctor.instruments.tape import Op, Tape
+from ampatch.doctor.instruments.tape import CASTS, REPEATED, Op, Origin, Tape, name_of, nodes_of
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import (
     examine,
@@ -30,7 +29,7 @@ from ampatch.doctor.instruments.values import (
     set_random,
     tensors_in,
 )
-from ampatch.doctor.live.record import Backward, Call, Forward, Record, Slot, call_at, map_tensors
+from ampatch.doctor.live.record import Backward, Forward, Record, RecordedCall, Slot, call_at, map_tensors
 from ampatch.doctor.suspects import find_hidden
 from ampatch.levels.ranks import has_ranks
 
@@ -40,7 +39,7 @@ class Impossible(Exception):
 
 
 @dataclass
-class Outcome:
+class Replayed:
     """What came of a replay: where bad numbers came from, and what float32 makes of the same step."""
 
     origins: list[Origin] = field(default_factory=list)
@@ -55,9 +54,9 @@ def replay(
     models: Sequence[Module],
     optimizers: Sequence[Optimizer],
     scale: float,
-) -> Outcome:
+) -> Replayed:
     """Does the step of an optimizer again, at the scale of its loss, with all that is watched."""
-    found = Outcome()
+    found = Replayed()
     try:
         refuse(record, models)
         with as_it_was(record, models):
@@ -161,7 +160,6 @@ class Rerun:
             self.go_backward(Backward([None], {}, ()))  # by torch.autograd.grad
 
     def resolve(self, value: object) -> object:
-        """Returns arguments with the tensors of this run."""
         return map_tensors(value, self._resolve)
 
     def _resolve(self, value: Tensor | Slot) -> Tensor:
@@ -171,7 +169,7 @@ class Rerun:
             raise Impossible("it took what was made before it")
         return self.values[value.index]
 
-    def make(self, event: Call) -> None:
+    def make(self, event: RecordedCall) -> None:
         """Calls a model, or a function, again."""
         function = event.function
         if isinstance(event, Forward):
@@ -184,8 +182,7 @@ class Rerun:
         with event.mode.entered(self.casts):
             self.keep(event, call_at(event.frames, functools.partial(function, *args, **kwargs)))
 
-    def keep(self, event: Call, result: object) -> None:
-        """Takes what a call gave."""
+    def keep(self, event: RecordedCall, result: object) -> None:
         self.values.update(zip(event.outputs, tensors_in(result), strict=False))
 
     def go_backward(self, event: Backward) -> None:
@@ -241,7 +238,6 @@ class InFloat32(Rerun):
         super().__init__(record, copies)
 
     def run(self) -> None:
-        """Does all events, with casts off."""
         with off_casts():
             super().run()
 
@@ -259,7 +255,7 @@ class InFloat32(Rerun):
             return self._twins[id(value)]
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
-    def make(self, event: Call) -> None:
+    def make(self, event: RecordedCall) -> None:
         """Makes a call again, but for our casts and the product with the loss scale."""
         name = name_of(event.function)
         is_ours = bool(event.frames) and event.frames[0][0].co_filename.startswith(OURS[0])

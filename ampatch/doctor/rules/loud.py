@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ampatch.doctor.instruments import operations as ops
+from ampatch.doctor.instruments import tape as ops
 from ampatch.doctor.rules import remedies as do
 from ampatch.doctor.rules.rule import (
     BACKWARD,
@@ -97,9 +97,15 @@ RULES = (  # the first that explains a finding is its cause
         (has("static"),),
     ),
     Rule(
+        "error of the script in half",
+        "the script raises an error, in half alone: {error}",
+        (do.leave_own_half, do.advised, "give that line float32: x.float() of what is half there"),
+        (("error",),),
+    ),
+    Rule(
         "types that differ",
         "{op} raises an error, in half alone: {error}",
-        (do.cast_alike, *PRECISION),
+        (do.cast_alike, do.pair_casts, *PRECISION),
         (lambda it: bool(re.search("dtype|scalar type", str(it.facts.get("error")))),),
     ),
     Rule("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),

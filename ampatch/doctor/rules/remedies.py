@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.fixes import Bfloat16, Dynamic, Fix, Float32, Keep, Level, Paste, Rate, StartScale, Words
 from ampatch.doctor.instruments.evidence import lines_with
-from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
+from ampatch.doctor.instruments.tape import EXPONENTIALS, SUMS
 from ampatch.doctor.rules.words import words_for
 from ampatch.doctor.text.logarithm import log_source
 from ampatch.doctor.text.mend import (
@@ -54,6 +55,13 @@ def keep(finding: Finding) -> Fix | None:
     return Keep(tuple(names), model, finding.autocast)
 
 
+def keep_buffer(finding: Finding) -> Fix | None:
+    """Has the module of a buffer run in float32, if it is not the model itself."""
+    module = str(finding.facts["buffer"]).rpartition(".")[0]
+    is_apt = module and finding.model and not finding.facts.get("halved")
+    return Keep((module,), finding.model) if is_apt else None
+
+
 def paste(finding: Finding) -> Fix | None:
     """Has the statement run in float32, or the function that it is in."""
     return finding.region if finding.float32_survives else None
@@ -95,7 +103,9 @@ def own_type(lines: Sequence[str], dtype: str, why: str) -> Fix | None:
     """Writes another type where a script itself makes a model half: in all of the file of the first line."""
     changes = retyped(lines[0], dtype)
     at = " and ".join(shown(it.where) for it in changes)
-    title = f"write torch.{dtype} in the place of half, at {at}{why}"
+    found = (re.search("bfloat16|float16|half", lines_on_disk(it.file)[it.first - 1]) for it in changes)
+    old = " and ".join(dict.fromkeys(it.group() for it in found if it))
+    title = f"write torch.{dtype} in the place of {old or 'half'}, at {at}{why}"
     return Paste(title, changes, False) if changes else None
 
 
@@ -161,9 +171,14 @@ def take_zeros(finding: Finding) -> Fix | None:
 
 def step_masters(finding: Finding) -> Fix | None:
     """Has a level keep float32 weights; a script that makes its model half itself has no level."""
-    if finding.facts.get("halved"):
+    level, why = finding.facts.get("level", "O3"), ", or O5 (bfloat16)"
+    if finding.facts.get("halved") or (finding.is_silent and "level" not in finding.facts):
         return None
-    return Level("O2", ", or O5 (bfloat16)", "step float32 masters: ")
+    if level != "O3":
+        why = " without master_weights=False"
+    elif finding.is_silent and finding.facts["dtype"] == "bfloat16":
+        level, why = "O5", ""
+    return Level("O2" if level == "O3" else level, why, "step float32 masters: ")
 
 
 def make_dynamic(finding: Finding) -> Fix:
@@ -206,11 +221,11 @@ def written(where: str, old: str, new: str) -> Change:
     return Change(path, line, line, (text.replace(old.removeprefix(sign), new.removeprefix(sign)),))
 
 
-def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
+def mend(title: str, otherwise: str | None = None, is_exact: bool = True, **how: str) -> Remedy:
     """Writes the statement with what a `Mend` of these fields changes; says so where that is not seen."""
 
     def remedy(finding: Finding) -> Fix:
-        """Writes it for a finding."""
+        """Writes it with the names and numbers of the finding."""
         words = words_for(finding)
         op = "div" if finding.op in ("true_divide", "div_") else finding.op
         filled = {
@@ -226,7 +241,8 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
         if finding.facts.get("zero") == "number":
             filled = {"around": f"max({{x}}, {1 if finding.facts.get('nothing') else words['eps']})"}
         change = mended(finding.where, op, Mend(**filled))
-        return pasted(title.format(**words), change, otherwise and otherwise.format(**words))
+        fix = pasted(title.format(**words), change, otherwise and otherwise.format(**words))
+        return replace(fix, is_exact=is_exact) if isinstance(fix, Paste) else fix
 
     return remedy
 
@@ -241,6 +257,21 @@ def cast_alike(finding: Finding) -> Fix | None:
     """Casts what is put into a tensor of another type."""
     change = cast_source(finding.where)
     return Paste("cast what is put there to the type of what takes it", (change,)) if change else None
+
+
+def pair_casts(finding: Finding) -> Fix | None:
+    """Gives a backward of the script's own the types of its forward."""
+    device = repr(finding.autocast or "cuda")
+    text = (
+        f"decorate forward with torch.amp.custom_fwd(device_type={device}), and backward with "
+        f"torch.amp.custom_bwd(device_type={device}): both then run as the forward does"
+    )
+    return Words(text) if finding.phase == "backward" and not finding.is_gradient else None
+
+
+def advised(finding: Finding) -> Fix | None:
+    """Says what is known of an error."""
+    return Words(str(finding.facts["advice"])) if finding.facts.get("advice") else None
 
 
 def look_within(finding: Finding) -> Fix:
@@ -315,6 +346,7 @@ CLAMP_LOG = mend(
     "clamp before the log, or take a loss on logits (binary_cross_entropy_with_logits, cross_entropy)",
     "clamp before the log: x.clamp(min={eps}).log(), or take a loss on logits "
     "(binary_cross_entropy_with_logits, cross_entropy)",
+    is_exact=False,
     suffix=CLAMP,
 )
 CLAMP_DIVISOR = mend(
@@ -337,9 +369,13 @@ CLAMP_INSIDE = mend(
     suffix=".clamp(-1 + {eps}, 1 - {eps})",
 )
 BOUND = mend(
-    "bound what it takes, smoothly, as flows do: exp(2 * tanh(x / 2))", around="(2 * torch.tanh(({x}) / 2))"
+    "bound what it takes, smoothly, as flows do: exp(2 * tanh(x / 2))",
+    is_exact=False,
+    around="(2 * torch.tanh(({x}) / 2))",
 )
-CLAMP_EXPONENT = mend("clamp what it takes: exp(x.clamp(max={top}))", suffix=".clamp(max={top})")
+CLAMP_EXPONENT = mend(
+    "clamp what it takes: exp(x.clamp(max={top}))", is_exact=False, suffix=".clamp(max={top})"
+)
 ON_LOGITS = "leave out the sigmoid before it, and take nn.BCEWithLogitsLoss: it takes logits"
 ADD_EPS = "add an eps under the root: (x.var() + {eps}).sqrt(), which {dtype} holds"
 MEND_SCHEDULE = "keep the schedule from dividing by 0: step / max(1, warmup_steps)"
@@ -358,7 +394,7 @@ BEGIN_ABOVE_0 = (
 MEND_DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
 CAST_SMALLER = "make the numbers smaller before they are cast: normalize the input, or divide it"
 DIVIDE_LOSS = "divide each loss by the number of micro-steps, before its backward"
-FINFO = "torch.finfo(x.dtype).min, where nothing is added to it"
+FINFO = "torch.finfo(x.dtype).min, if nothing is added to the scores after it: the sum would be -inf"
 MASK = "mask with -1e4 in the place of -inf"
 FILL = "fill in the place of the product: x.masked_fill(mask, -1e4), or torch.where"
 ONE = "leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"

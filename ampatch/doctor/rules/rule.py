@@ -33,7 +33,7 @@ def breaks_float32(finding: Finding) -> bool:
 
 def is_steep(finding: Finding) -> bool:
     """Asks for a root or a power that has no value there, or no derivative."""
-    return finding.phase == "backward" or finding.kind == "nan" or bool(finding.facts.get("zero"))
+    return finding.is_gradient or finding.kind == "nan" or bool(finding.facts.get("zero"))
 
 
 FORWARD = ("input", "forward", "loss", "optimizer")
@@ -58,6 +58,7 @@ class Rule:
     def explains(self, finding: Finding) -> bool:
         """Says whether it explains a finding, if no earlier rule does."""
         is_of = finding.kind in self.kinds and (self.ops is None or finding.op in self.ops)
+        phase = "forward" if finding.facts.get("within") else finding.phase
         return is_of and all(
-            finding.phase in test if isinstance(test, tuple) else test(finding) for test in self.tests
+            phase in test if isinstance(test, tuple) else test(finding) for test in self.tests
         )

@@ -10,6 +10,11 @@ IN_FLOAT32 = do.paste_or(
 )
 UNSCALE = "call scaler.unscale_(optimizer) before gradients are read or changed"
 STEP = "step with scaler.step(optimizer), which unscales; with ampatch after the block of scale_loss"
+COUNT_WHOLE = "keep it a buffer of integers (dtype=torch.long), which nothing casts with the model"
+KEEP_BUFFER = (
+    "keep it in float32: put it into a module of its own, and give initialize keep_fp32=[...] with the name "
+    "of that, or make the buffer float32 again after the model is cast"
+)
 NOT_UNSCALED = "{op} uses gradients that are still multiplied by the loss scale ({scale:g})."
 
 
@@ -109,7 +114,7 @@ RULES = (
         "lost_updates",
         "{share:.0%} of the {dtype} weights that have a gradient did not change in the step: {dtype} is too "
         "coarse for it.",
-        do.leave_own_half,
+        *(do.leave_own_half, do.step_masters),
         "keep what is trained in float32: model.float() under torch.autocast, or opt_level O2 or O5, "
         "which step float32 masters",
         of=(is_of("step"),),
@@ -125,15 +130,43 @@ RULES = (
     ),
     silent(
         "lost_updates",
+        "{op} adds to the buffer {buffer} what {dtype} is too coarse for: {share:.0%} of the numbers stay as "
+        "they were. It was cast with the model.",
+        *(do.keep_buffer, KEEP_BUFFER),
+        of=(has("buffer"),),
+    ),
+    silent(
+        "lost_updates",
         "{op} adds to {dtype} what it is too coarse for: {share:.0%} of the numbers stay as they were.",
         "keep in float32 what it adds to, and what it adds: copy.deepcopy(model).float() for an average "
         "of weights, p.float() there, and inputs of float32 where that average is used",
     ),
     silent(
         "lost_counts",
+        "{op} counts in the buffer {buffer}, which was cast with the model: {dtype} holds whole numbers up "
+        "to {limit} only, and more is rounded away.",
+        *(COUNT_WHOLE, do.keep_buffer),
+        of=(has("buffer"),),
+    ),
+    silent(
+        "lost_counts",
         "{op} counts in {dtype}, which holds whole numbers up to {limit} only: more is rounded away.",
         do.sum_in_float32,
         "count in float32, or in a number of Python: correct += hits.sum().item()",
+    ),
+    silent(
+        "lost_sums",
+        "{op} adds to the buffer {buffer}, which was cast with the model: in {dtype} it stays at {have:.5g}, "
+        "as {added:.2g} is too small beside that.",
+        *(do.keep_buffer, KEEP_BUFFER),
+        of=(has("running", True), has("buffer")),
+    ),
+    silent(
+        "lost_sums",
+        "{op} adds to a running sum in {dtype}, which stays at {have:.5g}: {added:.2g} is too small beside "
+        "that.",
+        "sum in float32, or in a number of Python: total += loss.item()",
+        of=(has("running", True),),
     ),
     silent(
         "lost_sums",
@@ -149,6 +182,13 @@ RULES = (
         "derivative is 0 then, and nothing learns behind them.",
         *(do.IN_FLOAT32_TOO, do.keep),
         "take a loss on logits, such as binary_cross_entropy_with_logits",
+    ),
+    silent(
+        "collapsed",
+        "{op} makes {after} numbers of {before} in {dtype}, which holds whole numbers up to {limit} only: "
+        "the buffer {buffer} was cast with the model.",
+        *(COUNT_WHOLE, do.cast_in_functions),
+        of=(has("buffer"),),
     ),
     silent(
         "collapsed",

@@ -21,5 +21,9 @@ def explain(finding: Finding) -> Finding:
     first = do.slow_down(finding) if is_of_size else None
     rows = [it for it in rule.remedies if not (first and it is do.lower_rate)]
     found = [first, *(Words(it.format(**words)) if isinstance(it, str) else it(finding) for it in rows)]
-    remedies = tuple(dict.fromkeys(it for it in found if it)) or (Words(do.LOOK),)
-    return replace(finding, cause=rule.name, why=rule.why.format(**words), remedies=remedies)
+    fixes = dict.fromkeys(it for it in found if it)
+    remedies = tuple(sorted(fixes, key=lambda it: not it.is_exact)) or (Words(do.LOOK),)
+    why = rule.why.format(**words)
+    if lost := finding.facts.get("lost_buffer"):
+        why += f" The buffer {lost} is not finite from then on: no step that is skipped mends it."
+    return replace(finding, cause=rule.name, why=why, remedies=remedies)

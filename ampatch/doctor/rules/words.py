@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments.operations import DOMAINS, MULTIPLY, NORMALIZERS, QUOTIENTS
+from ampatch.doctor.instruments.tape import DOMAINS, MULTIPLY, NORMALIZERS, QUOTIENTS
 
 STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
 NEAR_1 = (*DOMAINS, "log1p")
@@ -18,7 +18,10 @@ def words_for(finding: Finding) -> dict[str, object]:
     if finding.is_silent:
         own = {name: getattr(finding, name) for name in ("op", "dtype", "input_largest")}
         return own | finding.facts
-    constant, largest = finding.facts.get("constant", (0.0, "", finding.dtype)), limit_of(finding.dtype)
+    constant, largest = (
+        finding.facts.get("constant", (0.0, "", finding.dtype)),
+        limit_of(finding.dtype or "float32"),
+    )
     half = constant[2] or finding.dtype
     turned = ""
     if finding.turns is not None:
@@ -75,7 +78,7 @@ def made_by(finding: Finding) -> str:
     """Says what an operation made of what."""
     largest = finding.input_largest
     took = f"its largest input is {largest:.4g}" if largest is not None else "what it took is finite"
-    if finding.phase == "backward":
+    if finding.is_gradient:
         target = f" of {finding.parameter}" if finding.parameter else ""
         return f"the gradient{target} that {finding.op} makes is {finding.kind}; {took}."
     if not finding.op:

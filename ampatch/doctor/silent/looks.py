@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from torch.optim import Optimizer
 
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS
-from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.operations import CASTS, IGNORED
+from ampatch.doctor.instruments.dispatch import Operation, OperationInstrument
 from ampatch.doctor.instruments.places import (
     is_called_by_ampatch,
     is_called_by_scaler,
@@ -22,13 +22,14 @@ from ampatch.doctor.instruments.places import (
     user_line,
 )
 from ampatch.doctor.instruments.region import region_of
-from ampatch.doctor.instruments.tape import Op, Tape
+from ampatch.doctor.instruments.tape import CASTS, IGNORED, Op, Tape
 from ampatch.doctor.instruments.values import HALF, plain
 from ampatch.doctor.silent.notes import Notes
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.stuck import FEWEST, MANY, REPEATED, Stuck, name_of
 from ampatch.doctor.silent.twin import Twin, find_loss
 from ampatch.doctor.suspects import FIRST
+from ampatch.doctor.text.source import is_running_sum
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import is_transformed
 
@@ -53,9 +54,21 @@ ZEROS = 0.1  # of the numbers that a layer in float8 takes
 WRONG = 0.1  # of a sum
 MOST_COLUMNS = 256
 FEWER = 0.5  # of whole numbers
+MISSED = 2  # times that whole numbers are added in vain
 
 
-class Looks(Rule):
+@dataclass(slots=True)
+class Total:
+    """A running sum that stays as it is: since which attempt, what it has lost, how often and in which."""
+
+    value: Tensor
+    first: int
+    lost: Tensor | float = 0.0
+    times: int = 0
+    attempts: set[int] = field(default_factory=set)
+
+
+class Looks(OperationInstrument):
     """Looks at the operations of the first attempts, and of those in `window`, in forwards and losses."""
 
     def __init__(self, tape: Tape, notes: Notes, window: Collection[int], scaled: Scaled) -> None:
@@ -63,11 +76,12 @@ class Looks(Rule):
         self._notes, self._scaled, self.window = notes, scaled, {*range(FIRST), *window}
         self._stuck = Stuck(self.clock, notes, self.window)
         self._missed: Counter[Hashable] = Counter()  # of what was counted, by where it was
+        self._totals: dict[Hashable, Total] = {}  # by where they are added to
         self._mends: dict[str | None, dict[str, object]] = {}  # by line
         self._modules: dict[int, tuple[Module, Op]] = {}  # that a script has cast to float32
         self._looks = (
             (UPDATES, self._stuck.look_at_update),
-            (("add_",), self._look_at_count),
+            (("add_", "add"), self._look_at_addition),
             (SUMMING, self._look_at_sum),
             (CASTS, self._look_at_cast),
             (SATURATING, self._look_at_probabilities),
@@ -153,29 +167,66 @@ class Looks(Rule):
 
     # ---- Sums and updates ----
 
-    def _look_at_count(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
-        """Looks for whole numbers that are added in vain."""
-        if repeated is None or len(repeated.args) < 2 or given.dtype not in HALF_TYPES:
+    def _look_at_addition(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
+        """Looks for what is added in vain to what a script adds up: whole numbers, or a running sum."""
+        if repeated is None or len(repeated.args) < 2 or given.dtype not in HALF_TYPES or not given.numel():
             return
-        into, limit = plain(repeated.args[0]).float(), limit_of(given.dtype)
-        by = torch.as_tensor(repeated.args[1], device=into.device).detach().float()
-        if (into.abs() < limit).all() or not is_whole(into, by):
+        is_in_place, device = operation.name == "add_", given.device
+        into, by = (torch.as_tensor(it, device=device).detach().float() for it in repeated.args[:2])
+        total = operation.args[0]
+        if not is_in_place and by.abs().max() > into.abs().max():
+            into, by, total = by, into, operation.args[1]
+        by = by * operation.kwargs.get("alpha", 1)
+        lost = (by != 0) & ((plain(given).float() - into - by).abs() >= by.abs() / 2)
+        if not lost.any() or not (is_in_place or is_running_sum(operation.record.where)):
             return
-        if ((by != 0) & ((plain(given).float() - into - by).abs() >= by.abs() / 2)).any():
-            self._missed[operation.record.site] += 1
-            if self._missed[operation.record.site] == REPEATED:
-                self._notes.add("lost_counts", operation.record, dtype=name_of(given.dtype), limit=limit)
+        if (into.abs() >= limit_of(given.dtype)).any() and is_whole(into, by):
+            self._count(operation.record, total, given)
+        elif not given.requires_grad and (given.numel() < FEWEST or not is_in_place):
+            self._add_up(operation.record, into, by.where(lost, 0), total, given)
+
+    def _count(self, record: Op, total: object, given: Tensor) -> None:
+        """Counts how often whole numbers were added in vain."""
+        self._missed[record.site] += 1
+        if self._missed[record.site] == MISSED:
+            dtype, limit = name_of(given.dtype), limit_of(given.dtype)
+            self._notes.add("lost_counts", record, dtype=dtype, limit=limit, **self._buffer_of(total))
+
+    def _add_up(self, record: Op, into: Tensor, lost: Tensor, total: object, given: Tensor) -> None:
+        """Adds up what a sum loses that stays as it is: attempts that nobody looks at lose as much."""
+        known = self._totals.get(record.site)
+        if known is None or not torch.equal(known.value, into):
+            known = self._totals[record.site] = Total(into, self.clock.attempt)
+        known.times, known.lost = known.times + 1, known.lost + lost
+        known.attempts.add(self.clock.attempt)
+        passed = (self.clock.attempt - known.first + 1) / len(known.attempts)
+        if known.times >= REPEATED and (known.lost * passed).abs().max() >= WRONG * into.abs().max():
+            numbers = {"have": into.abs().max().item(), "added": lost.abs().max().item(), "running": True}
+            numbers |= {"dtype": name_of(given.dtype), **self._buffer_of(total)}
+            self._notes.add("lost_sums", record, **numbers)
+
+    def _buffer_of(self, tensor: object) -> dict[str, object]:
+        """Returns the name of the buffer that a tensor is, if it was cast with its model."""
+        models = self.clock.models
+        is_cast = any(it.dtype in HALF_TYPES for it in models.parameters()) or not models.roots
+        name = models.name_of_buffer(tensor) if is_cast and isinstance(tensor, Tensor) else None
+        return {} if name is None else {"buffer": name}
 
     def _look_at_sum(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
         """Compares a sum with that of float32."""
         wanted = self._twin.repeat(repeated) if repeated and given.dtype in HALF_TYPES else ()
         for it in wanted[:1]:
             have = plain(given).float()
+            into, buffer = plain(repeated.args[0]).float(), self._buffer_of(operation.args[0])
             wrong = torch.isfinite(it) & ((have - it).abs() > WRONG * it.abs())
+            if into.shape == it.shape and is_whole(into, it) and (buffer or not wrong.any()):
+                if ((it != into) & ((have - it).abs() >= (it - into).abs() / 2)).any():
+                    self._count(operation.record, operation.args[0], given)
+                continue
             if wrong.any():
                 worst = int((have - it).abs().where(wrong, 0).argmax())
                 numbers = {"have": have.flatten()[worst].item(), "wanted": it.flatten()[worst].item()}
-                numbers |= {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype)}
+                numbers |= {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype), **buffer}
                 self._notes.add("lost_sums", operation.record, **numbers)
 
     def _look_at_product(self, operation: Operation, _: object, given: Tensor) -> None:
@@ -222,7 +273,8 @@ class Looks(Rule):
             after = len(cast.reshape(columns.shape)[:, index].unique())
             if after < FEWER * before:
                 numbers = {"before": before, "after": after, "limit": limit, "given": is_called_by_ampatch()}
-                self._notes.add("collapsed", record, dtype=name_of(given.dtype), **numbers)
+                numbers |= {"dtype": name_of(given.dtype), **self._buffer_of(operation.args[0])}
+                self._notes.add("collapsed", record, **numbers)
                 return
 
     def _look_at_probabilities(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
@@ -247,8 +299,9 @@ class Looks(Rule):
         if half := half_in(first):
             angles = plain(operation.floating[0])
             largest = angles.abs().max().item() if angles.numel() else 0.0
-            error = largest * torch.finfo(getattr(torch, half)).eps / 2
-            if 1 < error < math.inf:
+            power = 2.0 ** (math.frexp(largest)[1] - 1) if math.isfinite(largest) else math.inf
+            error = power * torch.finfo(getattr(torch, half)).eps / 2
+            if 1 <= error < math.inf:
                 self._notes.add("coarse_angles", first, largest=largest, error=error, dtype=half)
 
     def _look_at_float8(self, operation: Operation, _: object, given: Tensor) -> None:

@@ -20,9 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, Instrument
-from ampatch.doctor.instruments.operations import nodes_of
 from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, parameters_of, user_line
-from ampatch.doctor.instruments.tape import Op
+from ampatch.doctor.instruments.tape import Op, nodes_of
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.notes import WARNED, Notes
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.places import user_line
@@ -18,12 +20,14 @@ from ampatch.doctor.silent.notes import STUCK, Notes
 from ampatch.levels.precision import HALF_TYPES
 
 FEWEST = 16  # numbers of a tensor
-MANY = 0.5  # of the numbers stay as they were: a fault where the loss does not fall
+MANY = 0.5  # of the numbers stay as they were
+SOME = 0.1  # of the weights: a fault where the loss falls less than in float32
 REPEATED = 3  # attempts
+EMPTY: Mapping[str, str] = MappingProxyType({})
 ADDED = (15, 63, 255, 511)  # backward passes of an attempt, that add to gradients
 
 
-class Stuck(Instrument):
+class Stuck(Instrument, amp.Observer):
     """Looks at the steps and gradients of the attempts in `window`, and at averages that it is shown."""
 
     def __init__(self, clock: Clock, notes: Notes, window: Collection[int]) -> None:
@@ -33,6 +37,12 @@ class Stuck(Instrument):
         self._weights: list[tuple[Tensor, Tensor]] = []  # in half, and what a step is to change
         self._added: list[tuple[Tensor, Tensor]] = []  # with gradients in half, and what is added to
         self._first: dict[int, float] = {}  # how many are not 0 in the first backward pass, by parameter
+        self._level: dict[str, str] = {}  # which has `initialize` keep no masters
+        clock.undo.enter_context(amp.observe(self))
+
+    def on_initialize(self, policy: amp.Policy) -> None:
+        if policy.is_pure_half:
+            self._level = {"level": policy.opt_level}
 
     def look_at_update(self, operation: Operation, _: object, into: Tensor) -> None:
         """Counts the numbers of an average that stay as they were."""
@@ -44,7 +54,9 @@ class Stuck(Instrument):
         gap = plain(by).float() - (into.float() if operation.name == "lerp_" else 0.0)
         least = torch.finfo(into.dtype).eps * into.float().abs() if weight != 1 else 0.0  # it has arrived
         stays = (into.float() + gap * weight).to(into.dtype) == into
-        self._count(operation.record, share_of(stays, gap.abs() > least), STUCK)
+        name = self.clock.models.name_of_buffer(into)
+        facts = {} if name is None else {"buffer": name}
+        self._count(operation.record, share_of(stays, gap.abs() > least), STUCK, facts)
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """Keeps the half weights that a step is to change."""
@@ -60,7 +72,7 @@ class Stuck(Instrument):
             is_due = torch.cat([plain(it.grad).flatten() != 0 for it, _ in self._weights])
             dtype = name_of(self._weights[0][0].dtype)
             record = Op("step", "optimizer", None, user_line(), dtype)
-            self._count(record, share_of(stays, is_due), MANY)
+            self._count(record, share_of(stays, is_due), SOME, self._level)
         self._weights = []
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
@@ -83,12 +95,13 @@ class Stuck(Instrument):
         held = (it for it in self.clock.models.parameters() if it.grad is not None)
         return [it for it in held if it.grad.dtype in HALF_TYPES]
 
-    def _count(self, record: Op, share: float, most: float) -> None:
+    def _count(self, record: Op, share: float, most: float, facts: Mapping[str, str] = EMPTY) -> None:
         seen = self._seen[record.site]
         if share > most and self.clock.attempt not in seen:
             seen.append(self.clock.attempt)
             if len(seen) == REPEATED:
-                self._notes.add("lost_updates", record, attempt=seen[0], share=share, dtype=record.dtype)
+                more = {"share": share, "dtype": record.dtype, **facts}
+                self._notes.add("lost_updates", record, attempt=seen[0], **more)
 
 
 def share_of(mask: Tensor, of: Tensor | None = None) -> float:

@@ -15,14 +15,42 @@ Values = dict[str, ast.expr]  # what names hold
 def log_source(where: str | None) -> Change | None:
     """Returns the statement at a line with logarithms, and what they are of, as functions of torch's."""
     source, statement = statement_of(where)
-    values = values_before(source, statement) if statement else {}
+    if statement is None:
+        return None
+    edits = log_edits(source, statement, values_before(source, statement))
+    return source.edited(statement, edits) if edits else log_of_exponential(source, statement)
+
+
+def log_of_exponential(source: Source, statement: ast.stmt) -> Change | None:
+    """Returns the statement that gives exponentials a name, and the one that takes their logarithm, mended.
+
+    The name then holds what the exponentials are of, so nothing else may read it.
+    """
+    match statement:
+        case ast.Assign(targets=[ast.Name(name)], value=ast.Call() as call):
+            exponent = operand_of(source, call, "exp")[0]
+        case _:
+            return None
+    block = source.block_of(statement)
+    readers = [it for it in block[block.index(statement) + 1 :] for each in names_in_all(it) if each == name]
+    if exponent is None or len(readers) != 1:
+        return None
+    exponential = ast.parse(f"torch.exp({name})", mode="eval").body
+    edits = log_edits(source, readers[0], {name: exponential})
+    start = source.begin(call)
+    first = (start, ast.unparse(exponent), source.end(call) - start)
+    return source.edited(statement, [first, *edits], readers[0]) if edits else None
+
+
+def log_edits(source: Source, statement: ast.stmt, values: Values) -> list[Edit]:
+    """Returns the edits that make each logarithm of a statement one function with what it is of."""
     edits: list[Edit] = []
-    for node in ast.walk(statement) if statement else ():
+    for node in ast.walk(statement):
         taken, more = operand_of(source, node, "log")[0], operand_of(source, node, "log1p")[0]
         new = log_of(source, taken, values) if taken else ""
         new = new or (call_of(source, resolve(more, values), "exp", "softplus") if more else "")
         edits += [(source.begin(node), new, source.end(node) - source.begin(node))] if new else []
-    return source.edited(statement, edits) if statement and edits else None
+    return edits
 
 
 def values_before(source: Source, statement: ast.stmt) -> Values:
@@ -64,7 +92,12 @@ def is_repeatable(value: ast.expr, name: str) -> bool:
 
 def names_in(value: ast.expr) -> set[str]:
     """Returns the names that an expression reads."""
-    return {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    return set(names_in_all(value))
+
+
+def names_in_all(read: ast.AST) -> list[str]:
+    """Returns the names in an expression or a statement, as often as they are there."""
+    return [node.id for node in ast.walk(read) if isinstance(node, ast.Name)]
 
 
 def resolve(taken: ast.expr, values: Values) -> ast.expr:

@@ -187,6 +187,17 @@ def statements_of(where: str | None) -> tuple[Source, Iterator[ast.stmt]]:
     return source, iter(source.statements_at(line))
 
 
+def is_running_sum(where: str | None) -> bool:
+    """Says whether a statement at a line adds to what it assigns to, as `total = total + x` does."""
+    for statement in statements_of(where)[1]:
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target = ast.unparse(statement.targets[0])
+            added = (it for it in ast.walk(statement.value) if isinstance(it, (ast.BinOp, ast.Call)))
+            if any(target in map(ast.unparse, ast.iter_child_nodes(it)) for it in added):
+                return True
+    return False
+
+
 def statement_of(where: str | None) -> tuple[Source, ast.stmt | None]:
     """Returns the file of "file:line", and the first statement there, None where there is none."""
     source, found = statements_of(where)

@@ -9,7 +9,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.remedies import leave_half, take_bfloat16
 from ampatch.doctor.rules.table import explain
-from ampatch.doctor.run import Run
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.suspects import has_scaler
 from ampatch.doctor.trial.trial import Trial, said_of_fall
 
@@ -17,7 +17,7 @@ LEARNS = 0.3  # of the loss, by which it falls more: less is noise, as that of a
 MOST_LOOKED_AT = 2
 
 
-def can_try(fault: Finding, run: Run) -> bool:
+def can_try(fault: Finding, run: ScriptRun) -> bool:
     """Says whether a program can do something of what is said of a silent fault."""
     return any(fix.change(run) is not None for fix in fault.remedies)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Rank, Tried, join
+from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Paste, Rank, Tried, join
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.rules.remedies import leave_half
-from ampatch.doctor.run import Run
+from ampatch.doctor.rules.remedies import leave_half, leave_own_half
+from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import FALL, fall_of, find_untried, is_collapse
 
@@ -19,6 +19,8 @@ MOST_TRIED = 4
 ENOUGH = 200  # steps of a run that is tried, from the one that broke on
 MOST_JOINED = 3  # fixes that are made together
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
+NEAR = 0.05  # of the loss, by which it falls more or less than in float32: as well
+Explain = Callable[[Seen, ScriptRun], Sequence[Finding]]  # what broke in a traced run
 Parts = tuple[tuple[str | None, Fix], ...]  # of fixes at their lines
 
 
@@ -28,6 +30,7 @@ class Outcome:
 
     tried: Tried = NOT_TRIED
     seen: Seen | None = None
+    gap: float = 0.0  # between how much the loss falls and how much in float32, above `NEAR`
 
     @property
     def rank(self) -> Rank:
@@ -47,31 +50,37 @@ class Trial:
     tried; where none is enough, two for each other one that is made with the first.
     """
 
-    start: Callable[[str, Run], Seen]
-    explain: Callable[[Seen, Run], Sequence[Finding]]  # what broke in a traced run
-    run: Run
+    start: Callable[[str, ScriptRun], Seen]
+    explain: Explain
+    run: ScriptRun
     seen: Seen
     again: Seen
     can_afford: Callable[[], bool] = field(default_factory=lambda: lambda: True)
     fault: int = 0  # the attempt that broke, which each run has to pass
+    least: int = 0
     tried: dict[Fix, Outcome] = field(default_factory=dict)
 
     def order(self, finding: Finding) -> Finding:
         """Returns the finding with what came of its fixes; what makes the script train comes first."""
         steps = [it.step for it in self.seen.attempts]
-        self.fault = steps.index(finding.step) if finding.step in steps else len(steps)
+        self.fault = max(self.least, steps.index(finding.step) if finding.step in steps else len(steps))
         for fix in finding.remedies:
             is_due = len(self.tried) < MOST_TRIED and self.can_afford()
             if is_due and fix.change(self.run) is not None:
                 self.tried[fix] = self._try(fix)
-                if self.tried[fix].rank == Rank.TRAINS:
+                if self.tried[fix].rank == Rank.TRAINS and fix.is_exact and not self.tried[fix].gap:
                     break
         more = self._join(finding) if {it.rank for it in self.tried.values()} == {Rank.BREAKS} else ()
-        order = sorted([*more, *finding.remedies], key=lambda it: self.outcome(it).rank)
+        order = sorted([*more, *finding.remedies], key=self._evidence)
         if self.outcome(order[0]).rank != Rank.TRAINS and (last := self._last(finding)):
-            order.insert(order[0] not in self.tried, last)
+            order.insert(not isinstance(last, Paste) and order[0] not in self.tried, last)
         tried = tuple(self.outcome(it).tried for it in order)
         return replace(finding, remedies=tuple(order), tried=tried)
+
+    def _evidence(self, fix: Fix) -> tuple[object, ...]:
+        """Returns what fixes are ordered by: of those that train the nearest to float32, then exact ones."""
+        outcome = self.outcome(fix)
+        return outcome.rank, outcome.gap, outcome.rank == Rank.TRAINS and not fix.is_exact
 
     def outcome(self, fix: Fix) -> Outcome:
         """Returns what came of a fix."""
@@ -79,7 +88,9 @@ class Trial:
 
     def _last(self, finding: Finding) -> Fix | None:
         """Returns the fix to leave half precision, which was tried by now, if the script learns so."""
-        fix, outcome = leave_half(finding), self._judge(self.again)
+        if finding.facts.get("advice"):  # an error that says what is wrong in the script
+            return None
+        fix, outcome = leave_own_half(finding) or leave_half(finding), self._judge(self.again)
         learns = outcome.rank == Rank.TRAINS and self.fall_of(self.again) >= FALL
         if fix is None or self.again.is_half or not learns:
             return None
@@ -108,7 +119,7 @@ class Trial:
         self.tried[fix] = outcome
         return (fix,)
 
-    def _next(self, run: Run) -> Parts:
+    def _next(self, run: ScriptRun) -> Parts:
         """Returns the first fix for each thing that breaks in a run."""
         try:
             found = self.explain(self.start("tried", run), run)
@@ -126,7 +137,7 @@ class Trial:
                 found = came.after(now)
         return found
 
-    def _come_of(self, run: Run) -> Outcome:
+    def _come_of(self, run: ScriptRun) -> Outcome:
         """Runs a script and says what came of it."""
         try:
             return self._judge(self.start("tried", replace(run, most=self.wanted)))
@@ -147,6 +158,10 @@ class Trial:
         attempts = seen.attempts[: self.wanted]
         if (first := find_break(attempts, self.seen.attempts[: self.fault])) is not None:
             return Outcome(Tried(Rank.BREAKS, f"it breaks again, at step {attempts[first].step}"), seen)
+        if seen.is_late:
+            return Outcome(
+                Tried(Rank.UNTRIED, f"all stays finite for {len(attempts)} steps, and it was ended"), seen
+            )
         if len(attempts) < self.wanted:
             return Outcome(Tried(Rank.BREAKS, f"it ends after {len(attempts)} steps"), seen)
         fall, best = self.fall_of(seen), self.fall_of(self.again)
@@ -155,7 +170,9 @@ class Trial:
         loss = f"loss {said_of_fall(fall)}{there}"
         if fall >= need:
             so_far = f" for {self.wanted} steps" if self.wanted < len(self.seen.attempts) else ""
-            return Outcome(Tried(Rank.TRAINS, f"the script trains{so_far}, its {loss}"), seen)
+            gap = abs(fall - best) if there else 0.0
+            tried = Tried(Rank.TRAINS, f"the script trains{so_far}, its {loss}")
+            return Outcome(tried, seen, gap if gap > NEAR else 0.0)
         return Outcome(Tried(Rank.UNTRIED, f"all stays finite, but the {loss}"), seen)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from ampatch.sweeps import numbers
 from ampatch.sweeps.judge.statistics import (
     compared_metrics,
     distances,
@@ -32,7 +33,6 @@ from ampatch.sweeps.rows import (
     find_level,
     finished,
 )
-from ampatch.tools import numbers
 
 # Less is not worth a change of numerics, and hardly told apart from chance.
 FASTER = 1.02
@@ -304,6 +304,9 @@ def about_the_rest(settings: Settings, runs: Sequence[Run]) -> str:
     made = sum(run.outcome is not Ending.INTERRUPTED for run in runs if run.row not in over)
     planned = settings.runs - len(over) * settings.seeds * settings.repeat
     return f"Only {made} of {planned} runs were made." if made < planned else ""
+
+
+# ---- The sweep that runs make ----
 
 
 def summarize(settings: Settings, environment: Environment, runs: Sequence[Run]) -> Sweep:

@@ -265,6 +265,9 @@ def by_seed(runs: Iterable[Run], read: Callable[[Run], float | None]) -> tuple[f
     return tuple(mean(values[seed]) for seed in sorted(values))
 
 
+# ---- What the names of metrics say: which way is better, and which tell nothing about accuracy ----
+
+
 def of_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 

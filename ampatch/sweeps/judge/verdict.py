@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from ampatch.sweeps import numbers
 from ampatch.sweeps.judge.statistics import compared_metrics, divide, finite, median_of, quantity_of
 from ampatch.sweeps.rows import BASELINE, TOLERANCE, Curve, Distance, Ending, Run, Verdict
-from ampatch.tools import numbers
 
 LAST_STEPS = 20
 # A loss that ends above where it began by more than this part of it has not been trained.
@@ -200,6 +200,8 @@ def write_distance(distance: Distance, origin: str = BASELINE) -> str:
         far = f"{numbers.signed(abs(distance.spreads)).removeprefix('+')} spreads"
     return f"{numbers.short(distance.value)}, {far} {side} {origin}"
 
+
+# ---- Conditions: which runs can be compared in speed ----
 
 # Times of runs that lost parts of their time which differ by more than this are of other conditions.
 ALIKE = 0.05

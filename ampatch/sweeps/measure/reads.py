@@ -14,6 +14,8 @@ from ampatch.sweeps.rows import Training
 # Nothing that is trained is kept there, and what is there is made once for all runs.
 SYSTEM = ("/proc/", "/sys/", "/dev/")  # where nothing is stored
 CODE = (".py", ".pyc", ".pyi", ".so", ".pyd", ".dll")
+# What C++ opens as weights. Logs, tables and the like are read beside a run, by its user or by TensorBoard.
+WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".onnx", ".h5", ".hdf5", ".npz", ".npy", ".model")
 CACHES = frozenset(("__pycache__", ".cache", ".triton", ".git", "site-packages"))
 MOST_FILES = 10_000  # that are looked at in a folder, or kept in mind
 
@@ -23,8 +25,8 @@ class ReadWatch:
 
     A file was written by the earlier run that trained when the file was last changed: what a run writes
     before its first step (a download, a cache of data) holds nothing trained. Files that C++ opens raise no
-    audit event; those in the folders are told by the time of their last access, where the file system keeps
-    it.
+    audit event; weights in the folders are told by the time of their last access, where the file system keeps
+    it, whoever it was that read them.
     """
 
     def __init__(self, earlier: Sequence[Training], folders: Sequence[Path] = (Path(),)) -> None:
@@ -63,8 +65,10 @@ class ReadWatch:
         return next((it.run for it in self._earlier if it.began <= changed <= it.ended), "")
 
     def _trained_files(self, folders: Sequence[Path]) -> Iterator[tuple[str, os.stat_result]]:
-        """Yields the files in the folders that an earlier run wrote while it trained."""
+        """Yields the weights in the folders that an earlier run wrote while it trained."""
         for path in files_in({folder.absolute() for folder in folders}):
+            if not path.endswith(WEIGHTS):
+                continue
             try:
                 status = os.stat(path)
             except OSError:

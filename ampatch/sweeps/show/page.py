@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import logging
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from ampatch.sweeps import numbers
+from ampatch.sweeps.log_file import ESCAPES
+from ampatch.sweeps.numbers import NOTHING, number, typeset
 from ampatch.sweeps.rows import LAST_LOSSES, TOLERANCE, Level, Sweep, Verdict, keys_of, metric_names
 from ampatch.sweeps.show.terminal import COLUMNS, distance_text, part_of, said_of_warmup
-from ampatch.tools.numbers import NOTHING, number, typeset
-from ampatch.tools.page import draw_charts, render
 
+NO_CHARTS = "There are no charts, since NumPy is not installed: pip install numpy"
+# What XML and HTML do not allow, not even escaped; a tab and the ends of lines stay.
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
+# Long names may break after these.
+JOINTS = re.compile(r"(?<=\w[_/\\=.,:-])(?=\w)")
+logger = logging.getLogger("ampatch")
 METRICS_A_TABLE = 3  # the first ones stand in the table of results
 BETTER = "how much better (+) or worse than that of O0 it is."
 CAPTION = f"Under the time of a step stand its quartiles, under a loss or metric {BETTER}"
@@ -35,11 +45,28 @@ class PageTable:
 
 
 def write_page(sweep: Sweep) -> str:
-    """Returns the page of a sweep as one HTML file, to be written as UTF-8; charts need NumPy."""
-    return render(
-        Path(__file__).parent,
-        sweep.settings.script,
-        draw_charts("sweep.html", "ampatch.sweeps.show.charts", sweep),
+    """Returns the page of a sweep as one HTML file, to be written as UTF-8; charts need NumPy.
+
+    The template takes nothing as markup that is not.
+    """
+    # torch depends on jinja2. Imported here, it makes nobody wait who wants no page.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    pages = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=clean,
+    )
+    pages.filters.update(breakable=breakable)
+    script = sweep.settings.script
+    return pages.get_template("page.html.j2").render(
+        n=TypesetNumbers(),
+        script=PurePath(script).name or script,
+        charts=draw_charts(sweep),
+        no_charts=NO_CHARTS,
         sweep=sweep,
         version=sweep.environment.ampatch,
         keys=keys_of(row.name for row in sweep.rows),
@@ -50,6 +77,16 @@ def write_page(sweep: Sweep) -> str:
         tolerance=TOLERANCE,
         details=asdict(sweep.settings) | asdict(sweep.environment),
     )
+
+
+def draw_charts(sweep: Sweep) -> list | None:
+    """Returns the charts of a sweep; None without NumPy, which the log says."""
+    if importlib.util.find_spec("numpy") is None:
+        logger.warning("sweep.html: %s", NO_CHARTS)
+        return None
+    from ampatch.sweeps.show.charts import charts_of
+
+    return charts_of(sweep)
 
 
 def tables_of(sweep: Sweep) -> list[PageTable]:
@@ -87,3 +124,35 @@ def metric_cells(row: Level, names: Sequence[str]) -> list[PageCell]:
         else PageCell(typeset(number(it.value, 4)), distance_text(it))
         for it in found
     ]
+
+
+class TypesetNumbers:
+    """The functions of `numbers`, as pages print what they write."""
+
+    nothing = numbers.typeset(numbers.NOTHING)
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        return lambda *values: numbers.typeset(getattr(numbers, name)(*values))
+
+
+def clean(value: object) -> object:
+    r"""Returns text without what a page cannot hold.
+
+    >>> clean("<b>\x1b[31m\x00\udcff")
+    '<b>\ufffd?'
+    """
+    if not isinstance(value, str) or hasattr(value, "__html__"):  # which is markup already
+        return value
+    # Names of files may hold lone surrogates, which cannot be written as UTF-8.
+    return CONTROL.sub("\ufffd", ESCAPES.sub("", value).encode("utf-8", "replace").decode("utf-8"))
+
+
+def breakable(name: str) -> str:
+    """Returns a name as markup that may break after a joint.
+
+    >>> print(breakable("top5_a<b>"))
+    top5_<wbr>a&lt;b&gt;
+    """
+    from markupsafe import Markup
+
+    return Markup("<wbr>").join(JOINTS.split(str(clean(name))))

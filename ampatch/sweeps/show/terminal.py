@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from ampatch.sweeps import numbers
 from ampatch.sweeps.judge.statistics import GUESSED_SPREAD, most_important
+from ampatch.sweeps.numbers import duration, typeset
 from ampatch.sweeps.rows import (
     LAST_LOSSES,
     TOLERANCE,
@@ -26,8 +28,6 @@ from ampatch.sweeps.rows import (
     keys_of,
     metric_names,
 )
-from ampatch.tools import numbers
-from ampatch.tools.numbers import duration, typeset
 
 WIDTH = 80
 HEADLINES = {
@@ -131,6 +131,8 @@ def printable(text: str) -> str:
     """
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
+
+# ---- Columns: what each shows of a level, in the terminal and on the page ----
 
 LONGEST_WORD = 20
 

@@ -1,4 +1,4 @@
-"""What a loss scale went through: updates, kept in a ring, and what is shown of them."""
+"""What a loss scale went through, and what is said of it: updates, kept in a ring, and alarms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import overload
+
+from ampatch.levels.loss_scale import Alarms
 
 MOST_UPDATES = 512
 
@@ -94,3 +97,62 @@ class Ring:
         """Returns what is kept."""
         kept = tuple(self._updates)
         return ScaleHistory(self.loss_id, kept, self.steps, self.skipped, self._noted - len(kept))
+
+
+# ---- Alarms: what is wrong with a loss, and what to do, in words ----
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something that goes wrong with a loss: what `on_alarm` passes to callbacks.
+
+    `kind` is "loss", "skipped", "falls", "low" or "minimum" (see `Alarms`), `step` that of the loss, from 0,
+    `scale` what it was scaled by, `message` a sentence for people. `post_mortem` is the file that was
+    written, None if there is none.
+    """
+
+    kind: str
+    loss_id: int
+    step: int
+    scale: float
+    message: str
+    post_mortem: Path | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+FIND = "`ampatch doctor` finds the line"
+SENTENCES = {
+    "loss": f"the loss is inf or NaN before it is scaled: no loss scale helps. {FIND}",
+    "skipped": (
+        f"{{limits.skipped}} steps in a row were skipped, and the loss scale has fallen to "
+        f"{{update.next_scale:g}}: a gradient overflows again and again. {FIND}"
+    ),
+    "falls": (
+        f"the loss scale fell {{limits.falls}} times within {{limits.within}} steps, now to "
+        f"{{update.next_scale:g}}: a gradient overflows now and then. {FIND}"
+    ),
+    "low": (
+        "the loss scale fell to {update.next_scale:g}, below {limits.scale_below:g}: small gradients are 0 "
+        "in float16. Keep the layer that overflows in float32, or take bfloat16 (O4, O5)"
+    ),
+    "minimum": (
+        f"gradients overflow at a loss scale of {{update.next_scale:g}}, the least allowed, and steps "
+        f"are skipped. Lower min_loss_scale, or keep the layer in float32. {FIND}"
+    ),
+}
+
+
+def explain_alarm(kind: str, name: str, update: ScaleUpdate, limits: Alarms) -> str:
+    """Says what an alarm is about, and what to do."""
+    return f"{name}, step {update.step}: {SENTENCES[kind].format(update=update, limits=limits)}"
+
+
+def name_loss(loss_id: int, first: int) -> str:
+    """Names a loss as `scale_loss` knows it; `first` is the number that `history` has for its call's first.
+
+    >>> name_loss(2, 0), name_loss(2, 1)
+    ('loss 2', 'loss 1 of a later call (amp.history(2))')
+    """
+    return f"loss {loss_id - first}" + (f" of a later call (amp.history({loss_id}))" if first else "")

@@ -14,8 +14,7 @@ from ampatch.errors import AmpError, AmpTypeError, AmpValueError
 from ampatch.levels.ranks import find_rank
 from ampatch.session.frontend import cast_counts, loss_scalers, pick_scaler
 from ampatch.session.session import SESSION
-from ampatch.watching.alarms.alarm import Alarm
-from ampatch.watching.alarms.history import ScaleHistory, ScaleUpdate
+from ampatch.watching.alarms.history import Alarm, ScaleHistory, ScaleUpdate
 from ampatch.watching.alarms.watch import ALARMS
 from ampatch.watching.observers import Observer, observe
 

@@ -1,4 +1,4 @@
-"""Follows the loss scales of a session: keeps their history, raises alarms, and has post-mortems written."""
+"""Follows the loss scales of a session: judges each step, raises alarms, and has post-mortems written."""
 
 from __future__ import annotations
 
@@ -9,36 +9,207 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from ampatch.levels.loss_scale import parse_alarms
+from ampatch.levels.loss_scale import Alarms, parse_alarms
 from ampatch.levels.ranks import find_rank
 from ampatch.models.model import select_python
 from ampatch.session.request import Opening, SessionListener
 from ampatch.steps.block import ScaledLoss
-from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.scaler import BackwardOutcome
-from ampatch.watching.alarms.alarm import KEEP, Alarm, explain_alarm, name_loss
-from ampatch.watching.alarms.history import Ring, ScaleHistory, ScaleUpdate
-from ampatch.watching.alarms.inputs import LastForward, LossRing
-from ampatch.watching.alarms.judge import Judge
-from ampatch.watching.alarms.record import FollowedCall, FollowedLoss, SeenStep
+from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
+from ampatch.steps.scaler import BackwardOutcome, LossScaler
+from ampatch.watching.alarms.history import Alarm, Ring, ScaleHistory, ScaleUpdate, explain_alarm, name_loss
 from ampatch.watching.observers import OBSERVERS
-from ampatch.watching.post_mortem.measure import Underflow, count_underflow
-from ampatch.watching.post_mortem.pack import pack
-from ampatch.watching.post_mortem.write import parse_post_mortem, write
+from ampatch.watching.post_mortem import (
+    LastForward,
+    pack,
+    parse_post_mortem,
+    write,
+)
 
 logger = logging.getLogger("ampatch")
-
 MOST_UNREAD = 8  # steps whose outcome nobody has read, until they are read together
 MOST_POST_MORTEMS = 3  # of one call of `initialize`
+SLOTS = 8  # losses that go to the host together: one copy for all of them
+SEARCH_ENDS = 128.0  # no search of a scale goes below
+KEEP = "With initialize(post_mortem=True) the first alarm writes a post-mortem for `ampatch doctor --open`"
+
+
+# ---- Which alarms there is a reason for ----
+
+
+class Judge:
+    """Says which alarms the updates of one loss raise; see `Alarms` for the rules.
+
+    The first overflows, until a step is clean, are the scale's search, and so is one that follows a growth at
+    once: where the scale was good is not known yet. A scale that somebody raised is searched for again.
+    """
+
+    def __init__(self, limits: Alarms) -> None:
+        self._limits = limits
+        self._is_searching = True
+        self._has_grown = False  # at the step before
+        self._scale = math.inf  # that the step before left
+        self._in_a_row, self._fell_in_row = 0, False  # skipped steps, and whether the scale fell at one
+        self._falls: deque[int] = deque(maxlen=limits.falls or 1)  # the steps of the latest, one a row
+        self._is_low = False
+        self.is_calm = False  # whether a clean step at the same scale would change nothing here
+        self._held: dict[str, int] = {}  # the step at which each kind last had a reason
+
+    def take(self, update: ScaleUpdate, floor: float = 0.0) -> tuple[str, ...]:
+        """Takes the next update, and returns the kinds of alarms to raise.
+
+        `floor` is the least that the scale may become.
+        """
+        is_searching = self._is_searching or update.scale > self._scale
+        is_search = is_searching or self._has_grown
+        self._is_searching = is_searching and update.skipped and update.next_scale >= SEARCH_ENDS
+        self._has_grown = update.next_scale > update.scale
+        self._scale = update.next_scale
+        self.is_calm = False
+        if not update.skipped:
+            self._in_a_row, self._fell_in_row = 0, False
+            if update.loss_is_finite is not False and not self._is_low:
+                self.is_calm = not self._has_grown
+                return ()
+        elif not is_search:
+            self._in_a_row += 1
+            if update.next_scale < update.scale and not self._fell_in_row:
+                self._fell_in_row = True
+                self._falls.append(update.step)
+        reasons = self._find_reasons(update, is_search, floor)
+        return tuple([kind for kind, holds in reasons.items() if holds and self._is_new(kind, update.step)])
+
+    def _find_reasons(self, update: ScaleUpdate, is_search: bool, floor: float) -> dict[str, bool]:
+        """Says of each kind whether there is a reason for it."""
+        limits, skipped, after = self._limits, update.skipped, update.next_scale
+        self._is_low = (self._is_low or skipped) and after < (limits.scale_below or 0.0)
+        has_fallen = len(self._falls) == limits.falls and update.step - self._falls[0] < limits.within
+        is_least = after <= floor and (not is_search or update.scale <= floor)
+        return {
+            "loss": limits.loss and update.loss_is_finite is False,
+            "skipped": limits.skipped is not None and self._in_a_row >= limits.skipped,
+            "falls": skipped and has_fallen,
+            "low": self._is_low,
+            "minimum": limits.minimum and skipped and is_least,
+        }
+
+    def _is_new(self, kind: str, step: int) -> bool:
+        before = self._held.get(kind)
+        self._held[kind] = step
+        return before is None or step - before > self._limits.within
+
+
+# ---- What is kept of a session ----
+
+
+@dataclass(slots=True, eq=False)
+class FollowedCall:
+    """A call of `initialize` that is followed: its limits, and the folder of its post-mortems."""
+
+    call: InitializeCall
+    limits: Alarms | None
+    folder: Path | None
+    post_mortems: int = 0  # that were written
+    # The models, each with what its last forward was given.
+    forwards: list[tuple[weakref.ref[Module], weakref.ref[LastForward]]] = field(default_factory=list)
+
+    def live_forwards(self) -> list[tuple[Module, LastForward]]:
+        """The models that are still there, each with what its last forward was given."""
+        pairs = [(model(), forward()) for model, forward in self.forwards]
+        return [(model, forward) for model, forward in pairs if model is not None and forward is not None]
+
+
+@dataclass(slots=True, eq=False)
+class SeenStep:
+    """What is kept for one optimizer until its next step."""
+
+    losses: dict[int, Tensor] = field(default_factory=dict)  # of blocks at static scales, by loss_id
+    forwards: list[weakref.ref[LastForward]] = field(default_factory=list)  # of its models
+
+
+@dataclass(slots=True, eq=False)
+class FollowedLoss:
+    """What is kept for one loss."""
+
+    scaler: LossScaler
+    call: FollowedCall
+    ring: Ring
+    judge: Judge | None
+    begun: int = 0  # steps, including those that nobody has read
+    last_alarm: int | None = None
+
+    def is_calm(self) -> bool:
+        """Whether a clean step at the scale of the one before would change nothing."""
+        return self.judge is None or self.judge.is_calm
+
+    def count_if_calm(self, outcomes: Sequence[BackwardOutcome]) -> bool:
+        """Counts a step that was clean, at the scale of the one before; says whether it was one."""
+        scale = self.ring.scale
+        for outcome in outcomes:
+            overflow, before, after = outcome.read()
+            if overflow or before != scale or after != scale or not outcome.is_loss_finite:
+                return False
+        return self.count_clean(scale)
+
+    def count_clean(self, scale: float) -> bool:
+        """Counts a clean step, unless there is something to note or to judge; says whether it did."""
+        is_calm = scale == self.ring.scale and self.is_calm()
+        self.ring.steps += is_calm
+        return is_calm
 
 
 Unread = tuple[FollowedLoss, int, Sequence[BackwardOutcome]]  # the outcomes of a step
+
+
+class LossRing:
+    """Brings losses from a device to the host, some at a time, and never waits for them.
+
+    A loss is copied into a slot on the device. Once all are taken, one copy brings them to the host; they
+    are known when it has arrived.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.zeros(SLOTS, dtype=torch.float32, device=device)
+        self._slots = self._numbers.unbind()
+        self._keys: list[object] = []
+        self.sent: list[tuple[list[object], Tensor, torch.cuda.Event | None]] = []  # on their way
+
+    def put(self, key: object, loss: Tensor) -> None:
+        """Takes the loss of a step, under a key; no host sync."""
+        self._slots[len(self._keys)].copy_(loss)
+        self._keys.append(key)
+        if len(self._keys) == SLOTS:
+            self._send()
+
+    def _send(self) -> None:
+        keys, self._keys = self._keys, []
+        if not self._numbers.is_cuda:
+            self.sent.append((keys, self._numbers.clone(), None))
+            return
+        host = torch.empty(SLOTS, dtype=torch.float32, device="cpu", pin_memory=True)
+        host.copy_(self._numbers, non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record(torch.cuda.current_stream(self._numbers.device))
+        self.sent.append((keys, host, arrival))
+
+    def take(self, *, all_of_them: bool = False) -> Iterator[tuple[object, float]]:
+        """Yields the keys and losses that have arrived, oldest first; `all_of_them` waits for the rest."""
+        if all_of_them and self._keys:
+            self._send()
+        while self.sent:
+            keys, numbers, arrival = self.sent[0]
+            if arrival is not None and all_of_them:
+                arrival.synchronize()
+            if arrival is not None and not arrival.query():
+                return
+            del self.sent[0]
+            yield from zip(keys, numbers.tolist(), strict=False)
 
 
 class AlarmWatch(SessionListener):
@@ -108,7 +279,7 @@ class AlarmWatch(SessionListener):
         if amp.last_outcomes:
             self._note_outcomes(amp.last_outcomes)
         if self._is_urgent or OBSERVERS.all:
-            self._take_known(amp, wait=False)
+            self._take_known(wait=False)
         for forward in seen.forwards:
             last = forward()
             if last is not None:
@@ -160,13 +331,13 @@ class AlarmWatch(SessionListener):
 
     def settle(self) -> None:
         """Takes all that is on its way, and waits for it."""
-        self._take_known(None, wait=True)
+        self._take_known(wait=True)
 
-    def _take_known(self, amp: AmpOptimizer | None, *, wait: bool) -> None:
+    def _take_known(self, *, wait: bool) -> None:
         if self._reading.acquire(blocking=wait):  # else another thread reads, and this step later
             try:
                 for record, update in self._read(wait=wait):
-                    self._take(record, update, amp)
+                    self._take(record, update)
                 self._is_urgent = bool(self._unread) or any(ring.sent for ring in self._rings.values())
             finally:
                 self._reading.release()
@@ -178,26 +349,23 @@ class AlarmWatch(SessionListener):
             record = self._records.get(loss_id)
             return ScaleHistory(loss_id) if record is None else record.ring.history()
 
-    def _take(self, record: FollowedLoss, update: ScaleUpdate, amp: AmpOptimizer | None) -> None:
+    def _take(self, record: FollowedLoss, update: ScaleUpdate) -> None:
         record.ring.note(update)
         OBSERVERS.tell_scale(update, record.scaler.loss_id)
         if record.judge is None:
             return
         kinds = record.judge.take(update, getattr(record.scaler.config, "floor", 0.0))
         if kinds:
-            self._raise(record, update, kinds, amp)
+            self._raise(record, update, kinds)
 
     # Alarms
 
-    def _raise(
-        self, record: FollowedLoss, update: ScaleUpdate, kinds: Sequence[str], amp: AmpOptimizer | None
-    ) -> None:
+    def _raise(self, record: FollowedLoss, update: ScaleUpdate, kinds: Sequence[str]) -> None:
         """Tells of alarms; whatever goes wrong here, training goes on."""
         try:
             followed, loss_id = record.call, record.scaler.loss_id
-            found = None if amp is None or "low" not in kinds else _look_closer(amp, update)
             name = name_loss(loss_id, followed.call.scalers[0].loss_id)
-            words = {kind: explain_alarm(kind, name, update, followed.limits, found) for kind in kinds}
+            words = {kind: explain_alarm(kind, name, update, followed.limits) for kind in kinds}
             is_off = parse_post_mortem(True) is None  # by the environment
             end = "" if followed.folder is not None or is_off else f". {KEEP}"
             alarms = [
@@ -244,12 +412,6 @@ def _combine(step: int, outcomes: Sequence[BackwardOutcome]) -> ScaleUpdate:
     is_finite = False if False in losses else None if None in losses else True
     skipped = any(overflow for overflow, *_ in numbers)
     return ScaleUpdate(step, numbers[0][1], numbers[-1][2], skipped, is_finite)
-
-
-def _look_closer(amp: AmpOptimizer, update: ScaleUpdate) -> Underflow | None:
-    """Counts the gradients of a step that are lost at its scale; some host syncs."""
-    grads = [param.grad for param in amp.masters.stepped_params() if param.grad is not None]
-    return count_underflow([(grad, update.scale) for grad in grads])
 
 
 # Callbacks are those of the process, as the session is.

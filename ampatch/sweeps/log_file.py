@@ -1,5 +1,7 @@
 """Reads the end of what a script printed, and says in a line what it raised."""
 
+from __future__ import annotations
+
 import os
 import re
 import traceback

@@ -1,1 +1,0 @@
-"""What is left on disk of the step at which training broke; `ampatch doctor --open` reads it."""
