@@ -217,9 +217,14 @@ class MasterBackwards(SessionPatch):
     def _watch(self, run: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(run)
         def backward(*args: object, **kwargs: object) -> object:
-            is_inner = graph_task() != -1 or torch.compiler.is_dynamo_compiling()
-            if is_inner or not kwargs.get("accumulate_grad", True):  # of torch.autograd.grad
+            is_traced = torch.compiler.is_dynamo_compiling()
+            if is_traced or not kwargs.get("accumulate_grad", True):  # of torch.autograd.grad
                 return run(*args, **kwargs)
+            if graph_task() != -1:  # inside of another one, at whose end masters get what both have made
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    self._changes.count += 1
             amps = self._members.optimizers(of_thread=get_ident())
             for amp in amps:
                 if amp.masters.pairs:
