@@ -372,7 +372,7 @@ def test_what_takes_a_reader_comes_behind_what_trains(came, again, order):
 def test_what_changes_what_half_holds_as_well_does_not_end_the_search():
     fixes = Paste("clamp", (Change("a.py", 1, 1, ("x",)),), is_exact=False), Level("O4")
     finding = sample_finding(step=1, remedies=fixes)
-    found = Trial(lambda *_: GOOD, lambda *_: (), Run("train.py"), BAD, GOOD).order(finding)
+    found = Trial(lambda *_: GOOD, lambda *_: (), ScriptRun("train.py"), BAD, GOOD).order(finding)
     assert [str(it) for it in found.tried] == [TRAINS, TRAINS]
     assert found.remedies == fixes[::-1]
 
