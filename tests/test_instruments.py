@@ -14,8 +14,8 @@ from ampatch.doctor.instruments import watch
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.tape import Op, Tape
 from ampatch.doctor.instruments.watch import Growth
+from ampatch.doctor.silent.gradients import Sample, read_samples
 from ampatch.doctor.silent.looks import undone_casts
-from ampatch.doctor.silent.sample import Sample, read_samples
 
 
 @pytest.fixture

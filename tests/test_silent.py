@@ -19,11 +19,10 @@ from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.tape import Enough, Tape
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent import sample
-from ampatch.doctor.silent.gradients import Ranges, compare_gradients
+from ampatch.doctor.silent import gradients
+from ampatch.doctor.silent.gradients import Ranges, Sample, compare_gradients
 from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes, examine_silent
-from ampatch.doctor.silent.sample import Sample
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.suspects import plan_looks
 from ampatch.doctor.words import describe
@@ -624,8 +623,10 @@ def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_step_that_draws_by_type_is_not_compared_on_a_gpu(tmp_path, monkeypatch, draws):
-    monkeypatch.setattr(sample, "random_of", lambda _: dict.fromkeys(("cpu", "gpu"), torch.get_rng_state()))
-    monkeypatch.setattr(sample, "set_random", lambda states: torch.set_rng_state(states["gpu"]))
+    monkeypatch.setattr(
+        gradients, "random_of", lambda _: dict.fromkeys(("cpu", "gpu"), torch.get_rng_state())
+    )
+    monkeypatch.setattr(gradients, "set_random", lambda states: torch.set_rng_state(states["gpu"]))
     text = LOSSES["O1"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
     text = text.replace("{small}", "(1.0 + 0 * torch.rand(()))" if draws else "1.0").replace("{scale}", "1.0")
     for repeats in (False, True):

@@ -25,10 +25,9 @@ from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Growth, Watch
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
-from ampatch.doctor.silent.gradients import Ranges
+from ampatch.doctor.silent.gradients import Ranges, Sample
 from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes
-from ampatch.doctor.silent.sample import Sample
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.text.source import changed_texts
 from ampatch.patching.patcher import Patcher
@@ -87,12 +86,10 @@ def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
     def seen() -> Seen:
         scaled.close()
         return Seen(
-            *(
-                tuple(watch.attempts),
-                watch.is_open and not watch.is_late,
-                watch.is_half,
-                tuple(trace.found() if trace else ()),
-            ),
+            attempts=tuple(watch.attempts),
+            is_open=watch.is_open and not watch.is_late,
+            is_half=watch.is_half,
+            origins=tuple(trace.found() if trace else ()),
             silent=tuple(notes.found.values()),
             shares=ranges.shares,
             growth=growth.facts() if growth else {},

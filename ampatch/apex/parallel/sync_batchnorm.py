@@ -66,16 +66,14 @@ class SyncBatchNorm(_BatchNorm):
 
     def _normalize(self, x: Tensor) -> Tensor:
         """What PyTorch's kernels do on a GPU, in functions that can be differentiated any number of times."""
-        from torch.distributed.nn.functional import all_reduce  # which can be differentiated
-
         wide = x if x.dtype == torch.float64 else x.float()
         dims = [0, *range(2, x.dim())]
         shape = [1, -1, *[1] * (x.dim() - 2)]
         count = wide.new_tensor([x.numel() // x.size(1)])
-        sums = all_reduce(torch.cat([wide.sum(dims), count]), group=self.process_group)
+        sums = _sum_over_ranks(torch.cat([wide.sum(dims), count]), self.process_group)
         mean, count = sums[:-1] / sums[-1], sums[-1]
         centered = wide - mean.view(shape)
-        var = all_reduce(centered.square().sum(dims), group=self.process_group) / count
+        var = _sum_over_ranks(centered.square().sum(dims), self.process_group) / count
         if self.track_running_stats:
             self._track(mean.detach(), var.detach() * count / (count - 1).clamp(min=1))
         output = centered * (var + self.eps).rsqrt().view(shape)
@@ -92,6 +90,25 @@ class SyncBatchNorm(_BatchNorm):
         momentum = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             running.copy_((1 - momentum) * running.to(new.dtype) + momentum * new)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Adds up a tensor of every rank; what a rank gets back is the sum of the gradients of all."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum_over_ranks(grad, ctx.group), None
+
+
+def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    return _SumOverRanks.apply(tensor, group)
 
 
 def _count_ranks(group: dist.ProcessGroup | None) -> int:

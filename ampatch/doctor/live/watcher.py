@@ -108,7 +108,12 @@ class Patient(amp.Observer):
             return False
         is_probe = attempt.is_dynamic and attempt.loss and (attempt.scale or 0.0) > self._good
         goes_on, self._is_searching = is_probe and self._is_searching, is_probe
-        return not (goes_on or self._is_over) and self.replays < MOST_TRACED
+        return not (goes_on or self.is_done)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is replayed any more: weights are bad, or enough steps were."""
+        return self._is_over or self.replays >= MOST_TRACED
 
     def _blame_weights(self, index: int, step: int) -> None:
         """Notes that a step left bad weights: all that follows comes of it."""
@@ -317,13 +322,14 @@ class Watcher(Instrument):
         """Asks for numbers that are not finite; keeps the weights that they came of."""
         record = self._record
         gradients = [] if self._may_skip(optimizer) else gradients_of(optimizer)
-        if self._broken is None and self._check.is_bad(gradients + record.losses):
-            self._broken = record
+        if self._broken is not None or not self._check.is_bad(gradients + record.losses):
+            return
+        self._broken = record
+        if record.weights is None and not self._patient.is_done:  # nor has another optimizer changed them
             weights = [it for model in alive(self._models) for it in model.parameters()]
-            weights += [
-                it for one in alive(self._optimizers.values()) for it in parameters_of(one)
-            ]  # masters
-            record.weights, record.grown = Copies([*dict.fromkeys(weights)]), self._times_grown()
+            masters = [it for one in alive(self._optimizers.values()) for it in parameters_of(one)]
+            record.weights = Copies([*dict.fromkeys([*weights, *masters])])
+            record.grown = self._times_grown()
 
     def _times_grown(self) -> float:
         return max((it.times_grown() for it in self._states.values()), default=1.0)
@@ -373,9 +379,8 @@ class Watcher(Instrument):
             is_dynamic = False
         if is_bad or skipped:
             loss = loss and all(map(is_finite, record.losses))
-        return Attempt(
-            self._steps[id(optimizer)], scale, is_dynamic, loss, not (skipped or (is_bad and loss))
-        )
+        gradients = not (skipped or (is_bad and loss))
+        return Attempt(self._steps[id(optimizer)], scale, is_dynamic, loss, gradients)
 
     def _knows(self, optimizer: Optimizer) -> bool:
         find = self._optimizers.get(id(optimizer))

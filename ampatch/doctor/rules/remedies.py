@@ -235,7 +235,7 @@ def mend(title: str, otherwise: str | None = None, is_exact: bool = True, **how:
     """Writes the statement with what a `Mend` of these fields changes; says so where that is not seen."""
 
     def remedy(finding: Finding) -> Fix:
-        """Writes it for a finding."""
+        """Writes it with the names and numbers of the finding."""
         words = words_for(finding)
         op = "div" if finding.op in ("true_divide", "div_") else finding.op
         filled = {
