@@ -17,7 +17,6 @@ from torch import nn
 import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.doctor.campaign import findings_in, origins_of
-from ampatch.doctor.errors import read_error
 from ampatch.doctor.finding import Finding, Report, merge, merge_steps
 from ampatch.doctor.instruments import watch as instrument
 from ampatch.doctor.instruments.clock import Clock
@@ -28,6 +27,7 @@ from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import Damage, holds_no_number, is_finite
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.rules.errors import read_error
 from ampatch.doctor.rules.table import explain
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen, start_process

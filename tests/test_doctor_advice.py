@@ -8,7 +8,7 @@ from textwrap import dedent, indent
 
 import pytest
 
-from ampatch.doctor.fixes import Dynamic, Keep, Level, Paste, Rate
+from ampatch.doctor.fixes import Dynamic, Keep, OtherLevel, Paste, Rate
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.text.source import changed_texts
@@ -103,7 +103,7 @@ def apply(script, fix):
             return script.replace("verbosity=0", f"verbosity=0, keep_fp32={list(fix.modules)}")
         case Dynamic():
             return re.sub(r", loss_scale=[\d.]+", ', loss_scale="dynamic"', script)
-        case Level():
+        case OtherLevel():
             return re.sub(r'opt_level="O\d"', f'opt_level="{fix.level}"', script)
         case Rate():
             lowered = re.sub(r"weight_decay=[\de.+-]+", "weight_decay=1e-4", script)

@@ -128,7 +128,7 @@ def test_the_deviation_is_that_of_the_statistics_module(values):
         (Quantity((100.0,), noise=1e-9), 0.1, "steps"),
         (Quantity((0.0, 0.0)), 0.005, "percent"),
         (Quantity((0.0,), noise=0.0), 0.001, "steps"),
-        (Quantity((1e-12,), first=2.0, noise=1e-13), 2e-6, "steps"),
+        (Quantity((1e-12,), first=2.0, noise=1e-13), 1e-5, "steps"),
     ],
 )
 def test_the_unit_is_what_chance_does_and_at_least_a_thousandth_of_the_value(sample, spread, unit):
@@ -276,6 +276,11 @@ VERDICTS = {
     "short and all skipped": (
         [O0, run(skipped=(1, 2, 3), steps=3)],
         *(DIVERGED, "all of the last 3 steps were skipped"),
+    ),
+    "a loss that arrived at zero": ([run("O0", 1e-17, noise=1e-18), run(loss=1.9e-5)], SAME, ""),
+    "a loss that did not": (
+        [run("O0", 1e-17, noise=1e-18), run(loss=2.1e-5)],
+        *(WORSE, "loss 2.1e-5, 2.1 spreads above O0"),
     ),
     "O0 diverged": ([run("O0", NAN), O1], UNKNOWN, "the loss of O0 is not finite either"),
     "crashed": (ended(CRASHED), FAILED, "crashed"),

@@ -23,7 +23,7 @@ from ampatch.doctor.fixes import (
     Dynamic,
     Float32,
     Keep,
-    Level,
+    OtherLevel,
     Paste,
     Rank,
     Rate,
@@ -39,11 +39,9 @@ from ampatch.doctor.rules.remedies import bound_exponent, written
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import is_flat
-from ampatch.doctor.text.logarithm import log_source
-from ampatch.doctor.text.mend import Mend, constructed, mended, normalized_source
+from ampatch.doctor.text.mend import Mend, constructed, log_source, mended, normalized_source
 from ampatch.doctor.text.source import Change, changed_texts, line_before, read
-from ampatch.doctor.trial.learning import find_what_learns
-from ampatch.doctor.trial.trial import Trial, find_break
+from ampatch.doctor.trial import Trial, find_break, find_what_learns
 from ampatch.doctor.words import describe_finding
 from doctor_samples import sample_finding
 from faults import report_on
@@ -93,7 +91,7 @@ def test_a_number_is_written_in_the_place_of_another_of_the_same_sign(file):
     [
         (Keep(("a[0]", "it's"), "net"), {"keep_fp32": ("a[0]", "it's")}),
         (Keep(("a",), "net", "cpu"), {"keep_fp32": ("a",)}),
-        (Level("O4"), {"level": "O4"}),
+        (OtherLevel("O4"), {"level": "O4"}),
         (Bfloat16("cpu"), {"bfloat16": True}),
         (Rate(" and rest"), {"rate": 0.1}),
         (Rate("").next(), {"rate": 0.01}),
@@ -309,7 +307,7 @@ LEVELS = ("O1", "O2", "O3", "O4", "O5")
 def order_of(came, first="", again=GOOD):
     """Tries a level for each run that came of one; returns the order of the advice, and what was said."""
     came = dict(zip(LEVELS, came, strict=False))
-    remedies = [*([Words(first)] if first else []), *map(Level, came), Words("mend the data")]
+    remedies = [*([Words(first)] if first else []), *map(OtherLevel, came), Words("mend the data")]
 
     def start(name, run):
         if came[run.level] is None:
@@ -370,7 +368,7 @@ def test_what_takes_a_reader_comes_behind_what_trains(came, again, order):
 
 
 def test_what_changes_what_half_holds_as_well_does_not_end_the_search():
-    fixes = Paste("clamp", (Change("a.py", 1, 1, ("x",)),), is_exact=False), Level("O4")
+    fixes = Paste("clamp", (Change("a.py", 1, 1, ("x",)),), is_exact=False), OtherLevel("O4")
     finding = sample_finding(step=1, remedies=fixes)
     found = Trial(lambda *_: GOOD, lambda *_: (), ScriptRun("train.py"), BAD, GOOD).order(finding)
     assert [str(it) for it in found.tried] == [TRAINS, TRAINS]
@@ -442,7 +440,7 @@ def test_what_is_tried_makes_as_many_steps_as_show_the_fault(broken, most):
         return seen(*losses[: run.most])
 
     found = Trial(start, lambda *_: (), ScriptRun("train.py"), once, seen(*losses)).order(
-        sample_finding(step=broken, remedies=(Level("O4"),))
+        sample_finding(step=broken, remedies=(OtherLevel("O4"),))
     )
     assert runs == [most]
     assert (f"trains for {most} steps" in str(found.tried[0])) == (most < 900)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
-from ampatch.doctor.errors import ScriptError, read_error
 from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.instruments.tape import QUOTIENTS, Origin
+from ampatch.doctor.rules.errors import ScriptError, read_error
 from ampatch.doctor.rules.table import explain
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Launch, Seen, start_process
@@ -28,8 +28,7 @@ from ampatch.doctor.suspects import (
     plan_window,
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
-from ampatch.doctor.trial.learning import can_try, find_what_learns
-from ampatch.doctor.trial.trial import ENOUGH, PART, Explain, Trial, said_of_fall
+from ampatch.doctor.trial import ENOUGH, PART, Explain, Trial, can_try, find_what_learns, said_of_fall
 from ampatch.tools.folder import temporary_folder
 
 MOST_TRACED = 8  # attempts of one run

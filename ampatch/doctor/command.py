@@ -19,8 +19,9 @@ USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor --open FILE"""
 EPILOG = """The script runs two or three times: watched, traced where it broke, and in float32; then once
 for each piece of advice that is tried, up to four. Everything after -- goes to the script. Exit status:
-0 nothing was found, 1 something was found (a silent fault counts only if its fix was tried and helps),
-2 bad input, 3 something broke and could not be traced, or the script raised an error, 130 after Ctrl-C."""
+0 nothing was found, 1 something was found (a silent fault counts only if its fix was tried and helps, or if
+the script learns less than in float32), 2 bad input, 3 something broke and could not be traced, or the
+script raised an error in float32 as well, 130 after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -72,7 +72,6 @@ class Keep(Fix):
     autocast: str | None = None
 
     def change(self, run: ScriptRun) -> ScriptRun:
-        """Keeps them beside those that the run keeps."""
         return replace(run, keep_fp32=tuple(dict.fromkeys((*run.keep_fp32, *self.modules))))
 
     def __str__(self) -> str:
@@ -92,7 +91,7 @@ class Keep(Fix):
 
 
 @dataclass(frozen=True, slots=True)
-class Level(Fix):
+class OtherLevel(Fix):
     """Another opt level; `why` says what it is good for, `before` what is done by it."""
 
     level: str
@@ -100,7 +99,6 @@ class Level(Fix):
     before: str = ""
 
     def change(self, run: ScriptRun) -> ScriptRun:
-        """Has `initialize` take that level."""
         return replace(run, level=self.level)
 
     def __str__(self) -> str:
@@ -114,7 +112,6 @@ class Bfloat16(Fix):
     device: str
 
     def change(self, run: ScriptRun) -> ScriptRun:
-        """Has autocast take bfloat16."""
         return replace(run, bfloat16=True)
 
     def __str__(self) -> str:
@@ -129,7 +126,6 @@ class Float32(Fix):
     has_scaler: bool = False
 
     def change(self, run: ScriptRun) -> ScriptRun:
-        """Turns all casts off."""
         return replace(run, level="O0", float32=True)
 
     def __str__(self) -> str:
@@ -148,16 +144,13 @@ class Rate(Fix):
     divisor: int = 10
 
     def change(self, run: ScriptRun) -> ScriptRun:
-        """Divides each rate of the run."""
         return replace(run, rate=run.rate / self.divisor)
 
     def next(self) -> Fix | None:
-        """Returns the next smaller part."""
         return replace(self, divisor=10 * self.divisor) if 10 * self.divisor in PARTS else None
 
     @property
     def how(self) -> str:
-        """Which part it is."""
         return f"at a {PARTS[self.divisor]} of the rate "
 
     def __str__(self) -> str:
@@ -172,7 +165,6 @@ class StartScale(Fix):
     device: str | None = None
 
     def change(self, run: ScriptRun) -> ScriptRun:
-        """Has scalers start with it."""
         return replace(run, init_scale=2.0**self.power)
 
     def __str__(self) -> str:
@@ -190,7 +182,6 @@ class Dynamic(Fix):
     scale: float
 
     def change(self, run: ScriptRun) -> ScriptRun:
-        """Has `initialize` make one that starts as it does by default."""
         return replace(run, init_scale=DynamicLossScale().init_scale)
 
     def __str__(self) -> str:

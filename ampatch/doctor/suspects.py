@@ -124,12 +124,10 @@ def fall_of(attempts: Sequence[Attempt]) -> float:
 
 
 def has_scaler(attempts: Sequence[Attempt]) -> bool:
-    """Says whether a dynamic loss scale is in use."""
     return any(it.is_dynamic for it in attempts)
 
 
 def is_flat(attempts: Sequence[Attempt]) -> bool:
-    """Says whether a loss does not fall in enough steps."""
     return len(attempts) >= FEWEST and fall_of(attempts) < FALL
 
 

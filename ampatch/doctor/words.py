@@ -58,7 +58,6 @@ def describe_others(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def describe_nothing(report: Report) -> Iterator[str]:
-    """Yields the lines of a report without a finding."""
     if report.unknown:
         yield f"Nothing {'broke' if report.silent else 'was found'}, but not everything is known."
     elif skipped := report.scale.get("skipped"):

@@ -111,8 +111,8 @@ class EnterAsGiven(EnterForward):
         outer = CASTS.thread.forwards
         if not outer:
             return None
-        given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
-        return next(given, outer[-1].dtype)
+        dtypes = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
+        return next(dtypes, outer[-1].dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class LoadFloat32(_StateDictHook):
         for name, tensor in self.find_tensors(module).items():
             loaded, weight = state_dict.get(prefix + name), self.find_values(tensor).find(tensor)
             if weight is not None and isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
-                weight.take(loaded)
+                weight.load(loaded)
 
 
 _ENTER = EnterAsGiven(True, torch.float32)

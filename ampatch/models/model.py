@@ -87,8 +87,9 @@ class ModelCaster:
             self._hook_entries()
         for model in select_python(self._models):
             self._hook_forward(model)
-        given = self._models, self._policy, self._kept, float8_layers, known, self._stack
-        self.float8 = convert_to_float8(*given)
+        self.float8 = convert_to_float8(
+            self._models, self._policy, self._kept, float8_layers, known, self._stack
+        )
 
     def list_casts(self, params: Iterable[Tensor]) -> list[CastTensor]:
         """The casts of some parameters."""

@@ -91,8 +91,8 @@ class Attachments:
             self._make_masters(amp.masters, amp.params())
         _attach(amp, has_masters, functools.partial(self._take_group, amp, has_masters))
         amp.undo.callback(amp.close)
-        if needs_whole_step(given := amp.find_given(), amp.optimizer):
-            WholeStep(given, amp).open(amp.undo)
+        if needs_whole_step(outer := amp.find_outer(), amp.optimizer):
+            WholeStep(outer, amp).open(amp.undo)
 
     def _take_group(self, amp: AmpOptimizer, has_masters: bool, params: Sequence[Tensor]) -> None:
         self.drop_scaled("add_param_group", params)
@@ -269,18 +269,18 @@ class RefreshWeights(BeforeGraph):
         """Rounds what was written into the model; no host sync."""
         for shared in self._shared:
             if shared.any_shown:
-                self._follow(Weight.follow_shown)
+                self._call(Weight.round_shown)
         for reference in self._masters:
             masters = reference()
             if masters is None:
-                self._follow(Weight.follow)
+                self._call(Weight.round_written)
             else:
                 masters.copy_edits_to_model()
 
-    def _follow(self, follow: Callable[[Weight], None]) -> None:
+    def _call(self, method: Callable[[Weight], None]) -> None:
         for values in self._values:
             for weight in values:
-                follow(weight)
+                method(weight)
 
     def __reduce__(self) -> tuple:
         return RefreshWeights, (self._values,)

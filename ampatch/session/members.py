@@ -91,7 +91,7 @@ class Members:
     def add_optimizer(self, amp: AmpOptimizer, call: InitializeCall) -> None:
         """Adds an optimizer, under the wrapper that was given and the optimizers inside."""
         amp.call = call
-        names = [amp.find_given(), *amp.masters.optimizers]
+        names = [amp.find_outer(), *amp.masters.optimizers]
         self._optimizers |= dict.fromkeys(map(id, names), weakref.ref(amp))
         self._passive = [
             reference for reference in self._passive if all(reference() is not one for one in names)
@@ -111,8 +111,8 @@ class Members:
         amp = None if find is None else find()
         if amp is None:
             return None
-        is_it = optimizer is amp.optimizer or optimizer is amp.find_given()  # ids are used again
-        return amp if is_it or any(optimizer is one for one in amp.masters.optimizers) else None
+        is_one = optimizer is amp.optimizer or optimizer is amp.find_outer()  # ids are used again
+        return amp if is_one or any(optimizer is one for one in amp.masters.optimizers) else None
 
     def optimizers(self, *, of_thread: int | None = None) -> list[AmpOptimizer]:
         """What is kept for the optimizers; or for those that a thread uses.
@@ -217,9 +217,14 @@ class MasterBackwards(SessionPatch):
     def _watch(self, run: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(run)
         def backward(*args: object, **kwargs: object) -> object:
-            is_inner = graph_task() != -1 or torch.compiler.is_dynamo_compiling()
-            if is_inner or not kwargs.get("accumulate_grad", True):  # of torch.autograd.grad
+            is_traced = torch.compiler.is_dynamo_compiling()
+            if is_traced or not kwargs.get("accumulate_grad", True):  # of torch.autograd.grad
                 return run(*args, **kwargs)
+            if graph_task() != -1:  # inside of another one, at whose end masters get what both have made
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    self._changes.count += 1
             amps = self._members.optimizers(of_thread=get_ident())
             for amp in amps:
                 if amp.masters.pairs:

@@ -88,7 +88,7 @@ class EarlierGrads:
     def __init__(self) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
-    def take(self, params: Iterable[Tensor]) -> None:
+    def set_aside(self, params: Iterable[Tensor]) -> None:
         with torch._C.DisableTorchFunction():  # a mode would be told of each
             for param in params:
                 grad = param.grad

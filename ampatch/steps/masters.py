@@ -130,7 +130,7 @@ class Weight:
         return bool(touched) and id(self.precise) in touched and version_of(self.half) == self.version
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def round_written(self) -> None:
         """Rounds the float32 values into the half tensor if they were written since; no host sync."""
         written = self.find_written()
         if written is None:
@@ -151,19 +151,19 @@ class Weight:
             self.precise.copy_(shown)
         self.kept, self.shown = None, self.precise if self.master is None else None
 
-    def _follow_reader(self) -> None:
+    def _take_shown(self) -> None:
         """Takes what was written into shown values, or into a master that shows edits."""
         written = self.find_written()
         if written is not None and (written is self.shown or self._find_kept() is not None):
             if written is self.shown or version_of(self.half) == self.version:
-                self.follow()
+                self.round_written()
             else:
                 self.kept = None
 
-    def follow_shown(self) -> None:
+    def round_shown(self) -> None:
         """Does so for what a state_dict showed, and frees what was made for that and not written."""
         if self.shown is not None:
-            self.follow()
+            self.round_written()
             if self.shown is not self.precise:
                 self.shown = None
 
@@ -177,7 +177,7 @@ class Weight:
     def _find_changed(self, is_free: bool) -> Tensor | None:
         """What `read` returns where that is not in the memory of the float32 values."""
         if is_free:
-            self.follow()
+            self.round_written()
         precise, half = self.find_precise(), self.half
         if precise is None:
             return half.detach().float()
@@ -222,7 +222,7 @@ class Weight:
         return is_made and shown.device == changed.device and shown.shape == changed.shape
 
     @torch.no_grad()
-    def take(self, loaded: Tensor) -> None:
+    def load(self, loaded: Tensor) -> None:
         """Takes over loaded values, before they are rounded into the half tensor."""
         precise = self.find_precise()
         if precise is not None:
@@ -254,7 +254,7 @@ class Weight:
     @torch.no_grad()
     def take_edit(self) -> None:
         """Feeds the master with what was written into the half tensor; no host sync."""
-        self._follow_reader()
+        self._take_shown()
         kept, self.kept = self._find_kept(), None
         values = self.master if kept is None else kept
         self.master.copy_(refine(values.detach(), self.half.detach()))  # type: ignore[union-attr]
@@ -262,7 +262,7 @@ class Weight:
 
     def show_edit(self) -> None:
         """Does so until the next step, which takes what is in the half tensor by then; no host sync."""
-        self._follow_reader()
+        self._take_shown()
         if not self.is_edited():
             return
         kept = self._find_kept()
@@ -291,7 +291,7 @@ class Weight:
             if not is_free:
                 return  # the step overwrites it
             if asked is self.half:
-                self.follow()
+                self.round_written()
             elif self.half.device == asked.device and self.half.shape == asked.shape:
                 self.show_edit()
             if self.touched is not None:
@@ -519,7 +519,7 @@ class MasterParams:
 
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
-        touched = self.touched  # `Weight.follow`, written out: this runs before each forward
+        touched = self.touched  # `Weight.round_written`, written out: this runs before each forward
         with self.lock as is_free:
             edited = [
                 pair
@@ -528,7 +528,7 @@ class MasterParams:
             ]
             for pair in edited if is_free else ():
                 if pair.kept is not None:
-                    pair.follow()
+                    pair.round_written()
             edited = [pair for pair in edited if pair.kept is None]
             if edited and is_free:  # else a step rounds them when it ends
                 plain = [pair for pair in edited if not pair.is_wrapper]

@@ -167,10 +167,10 @@ class AmpOptimizer:
     call: InitializeCall  # that took it, once it has
 
     def __init__(
-        self, optimizer: Optimizer, masters: MasterParams, around: Surroundings, given: object = None
+        self, optimizer: Optimizer, masters: MasterParams, around: Surroundings, outer: object = None
     ) -> None:
         self.optimizer = optimizer
-        self.find_given = refer(given)  # a wrapper may be dropped before the optimizer
+        self.find_outer = refer(outer)  # as it was given: a wrapper may be dropped before the optimizer
         self.undo = ExitStack()  # what was done to the optimizer; lives as long
         self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
@@ -249,7 +249,7 @@ class AmpOptimizer:
         Those are scaled by another scale, or DistributedDataParallel makes them: it refuses to add half
         gradients to float32 ones.
         """
-        self.earlier.take(self.masters.stepped_params())
+        self.earlier.set_aside(self.masters.stepped_params())
         if self._doubt is not None and not (self.earlier.pairs or has_ranks()):
             self._doubt = None  # they were cleared; of ranks each has to look, or none
 

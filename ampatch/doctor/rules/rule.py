@@ -22,7 +22,6 @@ def becomes(what: str) -> Test:
 
 
 def is_of_weight(finding: Finding) -> bool:
-    """Asks for a weight, or its update."""
     return finding.parameter is not None
 
 

@@ -19,7 +19,6 @@ NOT_UNSCALED = "{op} uses gradients that are still multiplied by the loss scale 
 
 
 def is_of(*ops: str) -> Test:
-    """Asks for an operation."""
     return lambda it: it.op in ops
 
 

@@ -8,7 +8,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.fixes import Words
 from ampatch.doctor.rules import loud, silent
 from ampatch.doctor.rules import remedies as do
-from ampatch.doctor.rules.words import words_for
+from ampatch.doctor.rules.remedies import words_for
 
 RULES = (*silent.RULES, *loud.RULES)
 

@@ -43,7 +43,6 @@ class Ranges(Instrument, amp.Observer):
         clock.undo.enter_context(amp.observe(self))
 
     def on_initialize(self, policy: amp.Policy) -> None:
-        """Learns of the levels that are in use."""
         self._uses_float16 |= policy.half is torch.float16
 
     def enter_model(self, model: Module, args: tuple) -> None:

@@ -107,7 +107,6 @@ class Looks(OperationInstrument):
         return is_due and not (is_away or name in LEFT_ALONE or is_transformed())
 
     def before(self, operation: Operation) -> Operation | None:
-        """Returns what is needed to repeat an operation in float32."""
         return self._twin.before(operation)
 
     def after(self, operation: Operation, repeated: Operation | None) -> None:
@@ -388,7 +387,6 @@ def limit_of(dtype: torch.dtype) -> int:
 
 
 def is_whole(*tensors: Tensor) -> bool:
-    """Says whether some tensors hold whole numbers alone."""
     return all(bool((it == it.round()).all()) for it in tensors)
 
 

@@ -49,7 +49,6 @@ class Notes:
         return Finding(kind, self._clock.attempt, *site, facts=facts, **more)
 
     def put(self, fault: Finding) -> None:
-        """Notes a fault."""
         self.found.setdefault((fault.identity, fault.step), fault)
 
     def add(self, kind: str, record: Op, attempt: int | None = None, **facts: object) -> None:

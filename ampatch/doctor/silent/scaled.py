@@ -46,7 +46,7 @@ class Gradient:
 
 
 @dataclass(slots=True)
-class ScaledLoss:
+class LossOfScaler:
     """A loss that a scaler has scaled: the node of the graph that did, and whether a backward reached it."""
 
     scaler: GradScaler
@@ -64,7 +64,7 @@ class Scaled(Instrument, amp.Observer):
         super().__init__(clock)
         self._notes = notes
         self._gradients = WeakTensorKeyDictionary()
-        self._losses: list[ScaledLoss] = []
+        self._losses: list[LossOfScaler] = []
         self._has_scaler = self.was_asked = False
         self._backwards = 0
         self._stepped_at: str | None = None  # since torch.autocast has forgotten its casts
@@ -107,7 +107,6 @@ class Scaled(Instrument, amp.Observer):
     # ---- The parts of a run ----
 
     def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """A block of `scale_loss` begins."""
         self._blocks[loss_id] = self._backwards, user_line()
 
     def on_backward(self, loss_id: int) -> None:
@@ -195,7 +194,8 @@ class Scaled(Instrument, amp.Observer):
             self._waiting, self._waits_at = self._waiting + 1, user_line()
             found = [it for it in tensors_in(scaled) if it.grad_fn is not None]
             self._losses += [
-                ScaledLoss(scaler, it.grad_fn, user_line(), self.clock.attempt, is_finite(it)) for it in found
+                LossOfScaler(scaler, it.grad_fn, user_line(), self.clock.attempt, is_finite(it))
+                for it in found
             ]
         return scaled
 
@@ -241,7 +241,6 @@ class Scaled(Instrument, amp.Observer):
         return grad(outputs, *args, **kwargs)
 
     def on_misuse(self, kind: str, line: tuple[str, int]) -> None:
-        """Notes what the library warns of."""
         if kind in WARNED:
             file, number = line
             fault, op = WARNED[kind]
@@ -274,7 +273,7 @@ class Scaled(Instrument, amp.Observer):
         if is_mixed and not plain(parameter.grad).any():
             self._forget([parameter])
 
-    def _reach(self, roots: tuple[Tensor, ...]) -> list[ScaledLoss]:
+    def _reach(self, roots: tuple[Tensor, ...]) -> list[LossOfScaler]:
         """Marks and returns the scaled losses that a backward from these reaches, new ones if there are."""
         known = {id(loss.node): loss for loss in self._losses}
         reached = [known[id(node)] for node in nodes_of(roots) if id(node) in known] if known else []
@@ -286,7 +285,7 @@ class Scaled(Instrument, amp.Observer):
     def _tell(self, kind: str, op: str, where: str | None, phase: str = "optimizer", **numbers) -> None:
         self._notes.add(kind, Op(op, phase, None, where), **numbers)
 
-    def _tell_unused(self, losses: Iterable[ScaledLoss]) -> None:
+    def _tell_unused(self, losses: Iterable[LossOfScaler]) -> None:
         for loss in losses:
             if loss.is_finite and not loss.was_used:
                 self._tell("scaled_not_backpropagated", "scale", loss.where, "loss", attempt=loss.attempt)

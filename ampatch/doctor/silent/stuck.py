@@ -110,5 +110,4 @@ def share_of(mask: Tensor, of: Tensor | None = None) -> float:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Returns the name of a type."""
     return str(dtype).removeprefix("torch.")

@@ -30,12 +30,10 @@ class Change:
 
     @property
     def file(self) -> str:
-        """The absolute path."""
         return os.path.abspath(self.path)
 
     @property
     def where(self) -> str:
-        """The place, as "file:line"."""
         return f"{self.path}:{self.first}"
 
 
@@ -112,11 +110,9 @@ class Source:
         return next(found, [statement])
 
     def line(self, number: int) -> str:
-        """Returns a line without its margins."""
         return self.text.decode().split("\n")[number - 1].strip()
 
     def begin(self, node: ast.expr | ast.stmt) -> int:
-        """Returns the first byte of an expression."""
         return self._starts[node.lineno - 1] + node.col_offset
 
     def end(self, node: ast.expr | ast.stmt) -> int:
@@ -162,7 +158,6 @@ class Source:
         )
 
     def change(self, first: int, last: int, lines: Lines) -> Change:
-        """Returns a change of this file."""
         return Change(self.path, first, last, lines)
 
 

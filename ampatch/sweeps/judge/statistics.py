@@ -21,8 +21,9 @@ CLEAR = 0.1
 # A single move may be small by chance: Student's t of one degree of freedom has at 12.7 deviations what a
 # normal deviate has at 2.
 OF_ONE_MOVE = 6.35
-# A loss that fell to less than this part of its first value has arrived at zero.
-ARRIVED = 0.001
+# A loss that fell to less than this part of its first value has arrived at zero. bfloat16 rounds by 2**-9: a
+# mean squared error stops at 4e-6 of its first value there, which two of the least spreads are above.
+ARRIVED = 0.005
 SMALLEST = 1e-37  # what is smaller is 0 in float32
 LAST_VALUES = 5  # of a metric, which show how much it moves while it is trained
 MOST_SAMPLES = 10_000  # of an accuracy that is told from other numbers
@@ -126,7 +127,7 @@ class Quantity:
 
         With two seeds or more their sample standard deviation, else the larger of `noise` and `moves`, else
         0.5 % of the value; never less than 0.1 % of it. Seeds that all came to the same value say as little
-        about chance as one. The value counts as 0.1 % of the first one at least, and as 1 if both are 0.
+        about chance as one. The value counts as 0.5 % of the first one at least, and as 1 if both are 0.
         """
         if self.value is None or not math.isfinite(self.value):
             return None, "percent"

@@ -102,7 +102,7 @@ class ScaleWatch:
     def _list_dynamic(self) -> list[AmpOptimizer]:
         """The optimizers with a dynamic scale; what has a `backward`, as FP16_Optimizer, scales by itself."""
         found = [amp for amp in self._members.optimizers() if amp.call.scalers[0].is_dynamic]
-        return [amp for amp in found if not hasattr(amp.find_given(), "backward")]
+        return [amp for amp in found if not hasattr(amp.find_outer(), "backward")]
 
     # A step
 
@@ -254,8 +254,8 @@ class ClipWatch(SessionPatch):
         is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if self._has_judged or is_capturing:
             return
-        given = set(map(id, grads))
-        known = [block for block in self._backwards.list_open() if given & _ids_of_grads(block.optimizers)]
+        clipped = set(map(id, grads))
+        known = [block for block in self._backwards.list_open() if clipped & _ids_of_grads(block.optimizers)]
         if not known:
             return
         self._has_judged = True

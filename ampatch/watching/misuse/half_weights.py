@@ -117,7 +117,8 @@ def _saving_float32(save: Callable[..., object]) -> Callable[..., object]:
     def save_pretrained(model: Module, *args: object, **kwargs: object) -> object:
         parameters = model.parameters
         # transformers names the type of the first one, which here has no elements, and that of a state_dict.
-        first = next(((name, it) for name, it in model.named_parameters() if it.is_floating_point()), None)
+        floating = (item for item in model.named_parameters() if item[1].is_floating_point())
+        first = next(floating, None)
         if first is None or first[1].dtype not in HALF_TYPES:
             return save(model, *args, **kwargs)
         part, _, name = first[0].rpartition(".")
@@ -369,9 +370,13 @@ class WriteWatch(_FirstForward):
 def _list_untrained(model: Module) -> dict[str, Tensor]:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     # At O3, or with keep_batchnorm_fp32=False, who asks for half statistics gets them.
-    norms = {id(it) for part in model.modules() if isinstance(part, _BatchNorm) for it in part.buffers()}
-    half = ((name, it) for name, it in tensors if it.dtype in HALF_TYPES and id(it) not in norms)
-    return {name: it for name, it in half if not _is_out_of_reach(it)}
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm)]
+    of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    return {
+        name: tensor
+        for name, tensor in tensors
+        if tensor.dtype in HALF_TYPES and id(tensor) not in of_norms and not _is_out_of_reach(tensor)
+    }
 
 
 def _is_out_of_reach(tensor: Tensor) -> bool:

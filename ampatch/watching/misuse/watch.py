@@ -122,7 +122,7 @@ def check_ranks(warner: Warner, amp: AmpOptimizer) -> None:
     """Warns of ranks that may not skip a step together, whose gradients nobody averages; no host sync."""
     if amp.list_groups():
         return
-    if hasattr(amp.find_given(), "averager"):  # PostLocalSGDOptimizer, whose ranks are to step alone
+    if hasattr(amp.find_outer(), "averager"):  # PostLocalSGDOptimizer, whose ranks are to step alone
         return
     if torch.distributed.get_world_size() > 1:
         warner.warn(

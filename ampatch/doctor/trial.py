@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Paste, Rank, Tried, join
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.rules.remedies import leave_half, leave_own_half
+from ampatch.doctor.rules.remedies import leave_half, leave_own_half, take_bfloat16
+from ampatch.doctor.rules.table import explain
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
-from ampatch.doctor.suspects import FALL, fall_of, find_untried, is_collapse
+from ampatch.doctor.suspects import FALL, fall_of, find_untried, has_scaler, is_collapse
 
 MOST_TRIED = 4
 ENOUGH = 200  # steps of a run that is tried, from the one that broke on
@@ -25,7 +26,7 @@ Parts = tuple[tuple[str | None, Fix], ...]  # of fixes at their lines
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TriedFix:
     """What came of a fix, and what the run left."""
 
     tried: Tried = NOT_TRIED
@@ -34,11 +35,9 @@ class Outcome:
 
     @property
     def rank(self) -> Rank:
-        """What came of it."""
         return self.tried.rank
 
-    def after(self, fix: Fix) -> Outcome:
-        """Returns it with how the fix was made."""
+    def after(self, fix: Fix) -> TriedFix:
         return replace(self, tried=replace(self.tried, said=fix.how + self.tried.said))
 
 
@@ -58,7 +57,7 @@ class Trial:
     can_afford: Callable[[], bool] = field(default_factory=lambda: lambda: True)
     fault: int = 0  # the attempt that broke, which each run has to pass
     least: int = 0
-    tried: dict[Fix, Outcome] = field(default_factory=dict)
+    tried: dict[Fix, TriedFix] = field(default_factory=dict)
 
     def order(self, finding: Finding) -> Finding:
         """Returns the finding with what came of its fixes; what makes the script train comes first."""
@@ -82,9 +81,8 @@ class Trial:
         outcome = self.outcome(fix)
         return outcome.rank, outcome.gap, outcome.rank == Rank.TRAINS and not fix.is_exact
 
-    def outcome(self, fix: Fix) -> Outcome:
-        """Returns what came of a fix."""
-        return self.tried.get(fix, Outcome())
+    def outcome(self, fix: Fix) -> TriedFix:
+        return self.tried.get(fix, TriedFix())
 
     def _last(self, finding: Finding) -> Fix | None:
         """Returns the fix to leave half precision, which was tried by now, if the script learns so."""
@@ -127,7 +125,7 @@ class Trial:
             return ()
         return tuple((it.where, it.remedies[0]) for it in found)
 
-    def _try(self, fix: Fix) -> Outcome:
+    def _try(self, fix: Fix) -> TriedFix:
         """Runs a script with a fix and says what came of it; where it is not enough, with the next one."""
         came = self._come_of(fix.change(self.run))
         found, now = came.after(fix), fix
@@ -137,12 +135,11 @@ class Trial:
                 found = came.after(now)
         return found
 
-    def _come_of(self, run: ScriptRun) -> Outcome:
-        """Runs a script and says what came of it."""
+    def _come_of(self, run: ScriptRun) -> TriedFix:
         try:
             return self._judge(self.start("tried", replace(run, most=self.wanted)))
         except AmpError:  # it left no report
-            return Outcome(Tried(Rank.BREAKS, "it ends without a report"))
+            return TriedFix(Tried(Rank.BREAKS, "it ends without a report"))
 
     @property
     def wanted(self) -> int:
@@ -153,17 +150,17 @@ class Trial:
         """Returns by how much the loss of a run falls, in as many steps as are tried."""
         return fall_of(seen.attempts[: self.wanted])
 
-    def _judge(self, seen: Seen) -> Outcome:
+    def _judge(self, seen: Seen) -> TriedFix:
         """Says whether a run trains."""
         attempts = seen.attempts[: self.wanted]
         if (first := find_break(attempts, self.seen.attempts[: self.fault])) is not None:
-            return Outcome(Tried(Rank.BREAKS, f"it breaks again, at step {attempts[first].step}"), seen)
+            return TriedFix(Tried(Rank.BREAKS, f"it breaks again, at step {attempts[first].step}"), seen)
         if seen.is_late:
-            return Outcome(
+            return TriedFix(
                 Tried(Rank.UNTRIED, f"all stays finite for {len(attempts)} steps, and it was ended"), seen
             )
         if len(attempts) < self.wanted:
-            return Outcome(Tried(Rank.BREAKS, f"it ends after {len(attempts)} steps"), seen)
+            return TriedFix(Tried(Rank.BREAKS, f"it ends after {len(attempts)} steps"), seen)
         fall, best = self.fall_of(seen), self.fall_of(self.again)
         there = "" if math.isnan(best) else f", in float32 it {said_of_fall(best)}"
         need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)
@@ -172,8 +169,8 @@ class Trial:
             so_far = f" for {self.wanted} steps" if self.wanted < len(self.seen.attempts) else ""
             gap = abs(fall - best) if there else 0.0
             tried = Tried(Rank.TRAINS, f"the script trains{so_far}, its {loss}")
-            return Outcome(tried, seen, gap if gap > NEAR else 0.0)
-        return Outcome(Tried(Rank.UNTRIED, f"all stays finite, but the {loss}"), seen)
+            return TriedFix(tried, seen, gap if gap > NEAR else 0.0)
+        return TriedFix(Tried(Rank.UNTRIED, f"all stays finite, but the {loss}"), seen)
 
 
 def said_of_fall(fall: float) -> str:
@@ -210,3 +207,62 @@ def find_break(attempts: Sequence[Attempt], before: Sequence[Attempt]) -> int | 
 def is_skip(attempt: Attempt) -> bool:
     """Says whether a step was skipped, and nothing but a scale was too large."""
     return not attempt.is_finite and attempt.is_dynamic and attempt.loss and attempt.weights
+
+
+LEARNS = 0.3  # of the loss, by which it falls more: less is noise, as that of a game
+MOST_LOOKED_AT = 2
+
+
+def can_try(fault: Finding, run: ScriptRun) -> bool:
+    """Says whether a program can do something of what is said of a silent fault."""
+    return any(fix.change(run) is not None for fix in fault.remedies)
+
+
+def falls_on(attempts: Sequence[Attempt]) -> bool:
+    """Says whether a loss falls from each quarter of a run to the next."""
+    part = len(attempts) // 4
+    sums = [sum(it.value for it in attempts[part * quarter : part * (quarter + 1)]) for quarter in range(4)]
+    return sums == sorted(sums, reverse=True)
+
+
+def find_what_learns(
+    trial: Trial, harmless: Sequence[Finding], half: str, autocast: str | None
+) -> list[Finding]:
+    """Returns the finding whose advice makes the loss fall, none where none does.
+
+    That is of numbers that were made and reached nothing, or of half precision if the loss falls in float32;
+    `half` is its type, `autocast` the device for which `torch.autocast` was on. Costs a trial for each.
+    """
+    first = trial.fall_of(trial.seen)
+    for it in (*suspects(trial, harmless), *half_alone(trial, half, autocast)):
+        tries = replace(trial, tried={})
+        found = tries.order(it)
+        seen = tries.outcome(found.remedies[0]).seen
+        if seen is not None and trial.fall_of(seen) >= first + LEARNS and falls_on(seen.attempts):
+            return [replace(found, facts=found.facts | {"flat": True})]
+    return []
+
+
+def suspects(trial: Trial, harmless: Sequence[Finding]) -> Iterator[Finding]:
+    """Yields what was made and reached nothing, as if it were to blame."""
+    survives = trial.fall_of(trial.again) >= LEARNS
+    for it in harmless[:MOST_LOOKED_AT]:
+        found = explain(replace(it, float32_survives=survives))
+        yield replace(found, why=f"{found.why} Nothing broke because of it, but the loss does not fall.")
+
+
+def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Finding]:
+    """Yields the finding that half precision keeps a loss from falling."""
+    first, best = trial.fall_of(trial.seen), trial.fall_of(trial.again)
+    if best < first + LEARNS or not falls_on(trial.again.attempts):
+        return
+    it = Finding(
+        *("", trial.seen.attempts[0].step, "loss", None, "", "training", None),
+        dtype=half,
+        autocast=autocast,
+        float32_survives=True,
+        facts={"has_scaler": has_scaler(trial.seen.attempts)},
+    )
+    remedies = tuple(filter(None, (take_bfloat16(it), leave_half(it))))
+    why = f"nothing broke, and the loss {said_of_fall(first)}; in float32 it {said_of_fall(best)}."
+    yield replace(it, cause="learns in float32 alone", why=why, remedies=remedies)

@@ -1,1 +1,0 @@
-"""Do what the advice says, run the script again, and see whether it trains."""
