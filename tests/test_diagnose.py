@@ -125,7 +125,7 @@ def only(patient):
 # ---- What is found ----
 
 
-@pytest.mark.parametrize("seed", [0, 2, 4, 5, 6, 7, 9, 12])
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 9])
 def test_a_planted_fault_is_found(seed, tmp_path):
     report, _ = run_planted(seed, tmp_path)
     fault = report.pop("fault")
@@ -191,7 +191,7 @@ def run_planted(seed, tmp_path):
 
 @pytest.mark.usefixtures("doctor_in_forks")
 @pytest.mark.process(keep=1)
-@pytest.mark.parametrize("seed", [5, 8])
+@pytest.mark.parametrize("seed", [10, 8])
 def test_the_command_finds_the_same(seed, tmp_path):
     report, path = run_planted(seed, tmp_path)
     main(["doctor", "--json", str(tmp_path / "report.json"), str(path)])

@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
@@ -22,11 +22,14 @@ from ampatch.doctor.instruments.values import node_of, tensors_in
 from ampatch.levels.private import count_function_modes, function_mode, has_function_modes
 
 PLAIN = (int, float, bool, str, type(None))
+MOST_ENTRIES = 30  # of a dictionary
 MOST = 30  # frames of libraries between an operation and the user's line
 GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 ATTRIBUTE = type(GRAD)
 SET = torch.Tensor.__setitem__
 
+Space = dict[str, object]  # variables of a file or attributes of a module, by their names
+Variables = list[tuple[Space, Space]]  # where they are, and what they were
 Frames = tuple[tuple[CodeType, int], ...]  # code and instruction, from the operation to the user's line
 
 
@@ -138,9 +141,13 @@ class RecordedCall:
 
 @dataclass(slots=True)
 class Forward(RecordedCall):
-    """A call of a model, to which `function` is a weak reference; `random` are the states of generators."""
+    """A call of a model, to which `function` is a weak reference; `random` are the states of generators.
+
+    `variables` are the global ones of the user's files, as they were before it.
+    """
 
     random: dict[str, Tensor] = field(default_factory=dict)
+    variables: Variables = field(default_factory=list)
 
 
 class Backward(NamedTuple):
@@ -321,26 +328,44 @@ class Snapshot:
 
     def __init__(self, buffers: list[Tensor], modules: list[Module]) -> None:
         self._buffers = Copies(buffers)
-        self._attributes = [(weakref.ref(it), plain_in(it)) for it in modules]
+        self._attributes = [(weakref.ref(it), plain_in(vars(it))) for it in modules]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Has the model be in this state; afterwards it is as it was."""
-        found = [(module, values) for find, values in self._attributes if (module := find()) is not None]
-        now = [(module, dict(vars(module))) for module, _ in found]
-        for module, values in found:
-            vars(module).update(values)
-        try:
-            with self._buffers.restored():
-                yield
-        finally:
-            for module, values in now:
-                vars(module).clear()
-                vars(module).update(values)
+        found = [(vars(it), values) for find, values in self._attributes if (it := find()) is not None]
+        with self._buffers.restored(), put_back(found):
+            yield
 
 
-def plain_in(module: Module) -> dict[str, object]:
-    return {name: it for name, it in vars(module).items() if type(it) in PLAIN}
+@contextmanager
+def put_back(variables: Variables) -> Iterator[None]:
+    """Has variables be what they were; afterwards they are as they are now."""
+    now = [(space, dict(space)) for space, _ in variables]
+    for space, values in variables:
+        space.update(values)
+    try:
+        yield
+    finally:
+        for space, values in now:
+            for name in space.keys() - values.keys():
+                del space[name]
+            space.update(values)
+
+
+def plain_in(space: Space) -> Space:
+    return {name: it for name, it in space.items() if type(it) in PLAIN}
+
+
+def globals_of(modules: Iterable[Module]) -> list[Space]:
+    """Returns the global variables of the user's files in which the classes of modules stand."""
+    found = {}
+    for kind in {type(module) for module in modules}:
+        function = getattr(kind.forward, "__wrapped__", kind.forward)
+        code = getattr(function, "__code__", None)
+        if code is not None and not code.co_filename.startswith(LIBRARIES):
+            found[id(function.__globals__)] = function.__globals__
+    return list(found.values())
 
 
 class ModelState:
@@ -349,6 +374,7 @@ class ModelState:
     def __init__(self, model: Module) -> None:
         modules = list(model.modules())
         self.device = device_of(model)
+        self._files = globals_of(modules)
         self._own = [weakref.ref(it) for it in modules if not type(it).__module__.startswith("torch.")]
         self._owners = [(weakref.ref(it), name) for it in modules for name in it._buffers]
         plain = [it for it in model.parameters() if type(it) is Parameter and it.numel()]
@@ -365,3 +391,9 @@ class ModelState:
         buffers = [owner._buffers.get(name) for find, name in self._owners if (owner := find()) is not None]
         own = [module for find in self._own if (module := find()) is not None]
         return Snapshot([it for it in buffers if it is not None], own)
+
+    def variables(self) -> Variables:
+        """Returns plain global variables of the user's files, and small dictionaries of them."""
+        values = (it for space in self._files for it in space.values())
+        held = [it for it in values if type(it) is dict and len(it) <= MOST_ENTRIES]
+        return [(space, plain_in(space)) for space in (*self._files, *held)]

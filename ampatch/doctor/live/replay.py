@@ -29,7 +29,17 @@ from ampatch.doctor.instruments.values import (
     set_random,
     tensors_in,
 )
-from ampatch.doctor.live.record import Backward, Forward, Record, RecordedCall, Slot, call_at, map_tensors
+from ampatch.doctor.live.record import (
+    Backward,
+    Forward,
+    Record,
+    RecordedCall,
+    Slot,
+    Variables,
+    call_at,
+    map_tensors,
+    put_back,
+)
 from ampatch.doctor.suspects import find_hidden
 from ampatch.levels.ranks import has_ranks
 
@@ -147,6 +157,7 @@ class Rerun:
     def __init__(self, record: Record, models: Mapping[int, Module]) -> None:
         self._record, self._models, self.clock = record, models, Clock(ExitStack())
         self.values: dict[int, Tensor] = {}  # by slot
+        self._variables: Variables = []  # of the latest forward
         self.parameters = [p for model in models.values() for p in model.parameters() if p.requires_grad]
 
     def run(self) -> None:
@@ -176,10 +187,10 @@ class Rerun:
             model = function()
             if model is None:
                 raise Impossible("its model is gone")
-            function = self._models[id(model)]
+            function, self._variables = self._models[id(model)], event.variables
             set_random(event.random)
         args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
-        with event.mode.entered(self.casts):
+        with event.mode.entered(self.casts), put_back(self._variables):
             self.keep(event, call_at(event.frames, functools.partial(function, *args, **kwargs)))
 
     def keep(self, event: RecordedCall, result: object) -> None:
@@ -190,7 +201,7 @@ class Rerun:
         is_known = self._record.slots.is_whole and None not in event.roots
         returned = [slot for one in self._record.of(Forward) for slot in one.outputs]
         roots = [self.values[slot] for slot in (event.roots if is_known else returned)]
-        with self.clock.backward(tuple(roots)):
+        with self.clock.backward(tuple(roots)), put_back(self._variables):
             if is_known:
                 self._add_gradients(roots, self.resolve(event.options))
 
