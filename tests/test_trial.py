@@ -367,6 +367,19 @@ def test_what_takes_a_reader_comes_behind_what_trains(came, again, order):
     assert order_of(came, first="divide", again=again)[0] == order
 
 
+def test_a_run_that_begins_late_for_its_scale_is_measured_where_it_ends():
+    searching = [Attempt(step, 2.0**-step, True, gradients=False, value=4.0) for step in range(4)]
+    trained = [Attempt(step, 2.0**-4, True, value=it) for step, it in enumerate((2.0, 1.5, 1.0, 1.0), 4)]
+    late = Seen((*searching, *trained), False, False, ())
+    there = seen(3.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.5, 0.5)
+    order, said = order_of([late, GOOD], again=there)
+    assert order[0] == "O2"
+    steps = "4 of 8 steps are skipped, and its loss ends at 1, in float32 at 0.5"
+    assert said[order.index("O1")] == f"all stays finite, but {steps}"
+    soon = Seen((*searching[:2], *trained, *trained[-2:]), False, False, ())  # as the search of any script
+    assert order_of([soon], again=there)[1][0] == TRAINS.replace("80%", "75%")
+
+
 def test_what_changes_what_half_holds_as_well_does_not_end_the_search():
     fixes = Paste("clamp", (Change("a.py", 1, 1, ("x",)),), is_exact=False), OtherLevel("O4")
     finding = sample_finding(step=1, remedies=fixes)

@@ -118,9 +118,14 @@ def is_collapse(attempts: Sequence[Attempt]) -> bool:
 
 def fall_of(attempts: Sequence[Attempt]) -> float:
     """Returns by how much the loss falls, from the mean of the first quarter of a run, as a part of it."""
-    losses, part = [it.value for it in attempts if it.loss or not it.is_dynamic], max(len(attempts) // 4, 1)
-    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+    first, last = ends_of(attempts)
     return (first - last) / abs(first) if first else 0.0
+
+
+def ends_of(attempts: Sequence[Attempt]) -> tuple[float, float]:
+    """Returns the mean loss of the first and of the last quarter of a run."""
+    losses, part = [it.value for it in attempts if it.loss or not it.is_dynamic], max(len(attempts) // 4, 1)
+    return sum(losses[:part]) / part, sum(losses[-part:]) / part
 
 
 def has_scaler(attempts: Sequence[Attempt]) -> bool:

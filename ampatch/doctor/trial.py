@@ -14,12 +14,13 @@ from ampatch.doctor.rules.remedies import leave_half, leave_own_half, take_bfloa
 from ampatch.doctor.rules.table import explain
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
-from ampatch.doctor.suspects import FALL, fall_of, find_untried, has_scaler, is_collapse
+from ampatch.doctor.suspects import FALL, ends_of, fall_of, find_untried, has_scaler, is_collapse
 
 MOST_TRIED = 4
 ENOUGH = 200  # steps of a run that is tried, from the one that broke on
 MOST_JOINED = 3  # fixes that are made together
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
+PAUSE = 1 / 3  # of its steps that a run skips while its scale searches: it begins later than float32
 NEAR = 0.05  # of the loss, by which it falls more or less than in float32: as well
 Explain = Callable[[Seen, ScriptRun], Sequence[Finding]]  # what broke in a traced run
 Parts = tuple[tuple[str | None, Fix], ...]  # of fixes at their lines
@@ -161,6 +162,8 @@ class Trial:
             )
         if len(attempts) < self.wanted:
             return TriedFix(Tried(Rank.BREAKS, f"it ends after {len(attempts)} steps"), seen)
+        if late := self._find_lateness(attempts):
+            return TriedFix(Tried(Rank.UNTRIED, f"all stays finite, but {late}"), seen)
         fall, best = self.fall_of(seen), self.fall_of(self.again)
         there = "" if math.isnan(best) else f", in float32 it {said_of_fall(best)}"
         need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)
@@ -171,6 +174,17 @@ class Trial:
             tried = Tried(Rank.TRAINS, f"the script trains{so_far}, its {loss}")
             return TriedFix(tried, seen, gap if gap > NEAR else 0.0)
         return TriedFix(Tried(Rank.UNTRIED, f"all stays finite, but the {loss}"), seen)
+
+    def _find_lateness(self, attempts: Sequence[Attempt]) -> str:
+        """Says that a run skipped many steps, and ends with a larger loss than float32 for it; else ""."""
+        skipped, there = sum(map(is_skip, attempts)), self.again.attempts[: self.wanted]
+        if skipped <= PAUSE * len(attempts) or not all(it.is_finite for it in there):
+            return ""
+        (_, end), (begin, best) = ends_of(attempts), ends_of(there)
+        if end - best <= (1 - PART) * (begin - best):
+            return ""
+        steps = f"{skipped} of {len(attempts)} steps are skipped"
+        return f"{steps}, and its loss ends at {end:.3g}, in float32 at {best:.3g}"
 
 
 def said_of_fall(fall: float) -> str:
