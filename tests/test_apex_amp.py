@@ -55,6 +55,11 @@ def run_step(model, optimizer, factor=1.0, seed=1, **arguments):
 def test_the_functions_are_real_attributes_of_a_real_package():
     known = {"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict", "init"}
     assert known | set(amp.__all__) <= set(amp.__dict__)
+
+
+def test_a_scale_that_the_doctor_advises_can_be_pasted_where_amp_is_that_of_apex():
+    start(loss_scale=amp.DynamicLossScale(init_scale=2.0**10))
+    assert ampatch.get_loss_scale() == 2.0**10
     assert amp.__path__
     assert amp._amp_state is state_object  # and not the module of that name
     assert not isinstance(state_object, types.ModuleType)

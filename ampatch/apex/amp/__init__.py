@@ -1,5 +1,6 @@
 """What `apex.amp` resolves to for scripts that were written for apex."""
 
+from ampatch import DynamicLossScale
 from ampatch.apex.amp import lists
 from ampatch.apex.amp._amp_state import _amp_state, master_params
 from ampatch.apex.amp.frontend import (
@@ -19,6 +20,7 @@ from ampatch.apex.amp.frontend import (
 from ampatch.apex.amp.handle import disable_casts, scale_loss
 
 __all__ = [
+    "DynamicLossScale",
     "_amp_state",
     "bfloat16_function",
     "disable_casts",
