@@ -30,7 +30,7 @@ PASSED = (
 
 
 class ProgramChanges(ExitStack):
-    """ProgramChanges made one after the other; closing undoes them last to first.
+    """Changes made one after the other; closing undoes them last to first.
 
     Attributes are a `Patcher`'s. The rest is what it does not know: names of modules, which stand in a
     dictionary, and classes of modules. What somebody else has changed since stays as it is.

@@ -50,9 +50,8 @@ class Seen:
         return find_suspects(self.attempts) + ((len(self.attempts),) if self.is_open else ())
 
 
-Launch = Callable[
-    [ScriptRun, Path], tuple[int, str]
-]  # runs it, and returns the exit status and standard error
+# Runs a script, and returns the exit status and standard error.
+Launch = Callable[[ScriptRun, Path], tuple[int, str]]
 
 
 def start_process(run: ScriptRun, folder: Path) -> tuple[int, str]:

@@ -271,8 +271,9 @@ class Watcher(Instrument):
             record.state[id(model)] = state.save()
         taken = record.slots.refer(args), record.slots.refer(kwargs) if kwargs else {}
         mode, random = Mode.now(state.device.type), random_of(state.device)
-        known = {"random": random, "variables": state.variables()}
-        self._forward = Forward(weakref.ref(model), *taken, capture(3), mode, **known)
+        self._forward = Forward(
+            weakref.ref(model), *taken, capture(3), mode, random=random, variables=state.variables()
+        )
 
     def _leave(self, model: Module, args: tuple, output: object) -> None:
         if not (self._running and self._running[-1] is model):
