@@ -56,6 +56,7 @@ from ampatch.watching.listeners import listen
 from ampatch.watching.observers import Observer, observe, observers, report
 
 if TYPE_CHECKING:
+    import ampatch as amp  # noqa: F401
     from ampatch.doctor.live import diagnose
     from ampatch.sweeps.function import sweep
 
@@ -137,6 +138,8 @@ if not TYPE_CHECKING:  # which takes any name for one that is there, where there
 
     def __getattr__(name: str) -> object:
         # Loaded when it is asked for: it stands on the other names, and most scripts need none of it.
+        if name == "amp":  # `from ampatch import amp`, as apex is imported
+            return sys.modules[__name__]
         if name == "sweep":
             return importlib.import_module("ampatch.sweeps.function").sweep
         if name == "diagnose":

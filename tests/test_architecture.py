@@ -189,6 +189,12 @@ def test_every_public_name_is_there_once_and_sorted_by_nothing_private():
     assert [name for name in amp.__all__ if name.startswith("_") or not hasattr(amp, name)] == []
 
 
+def test_a_script_may_import_amp_from_the_package_as_from_apex():
+    from ampatch import amp as imported
+
+    assert imported is amp
+
+
 def test_what_the_package_imports_is_public():
     imported = {name for _, name in imported_names(FRONT)} - {"listen"}  # which is called there
     assert imported == set(amp.__all__) - {"diagnose", "sweep"}  # which are imported when asked for
