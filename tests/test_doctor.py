@@ -31,7 +31,7 @@ from ampatch.doctor.rules.errors import read_error
 from ampatch.doctor.rules.table import explain
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen, start_process
-from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
+from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse, pick_suspects
 from ampatch.doctor.text.source import changed_texts
 from ampatch.doctor.words import describe, describe_finding
 from doctor_samples import sample_finding
@@ -700,6 +700,20 @@ def test_suspects(words, suspects, collapse):
     run = attempts(words)
     assert find_suspects(run) == suspects
     assert is_collapse(run) is collapse
+
+
+@pytest.mark.parametrize(
+    ("words", "picked"),
+    [
+        ("gg+ogg+ogg+oggooo", (2, 5, 11, 12)),  # those from which on all break
+        ("gg+ogg+ogg+ogg+ogg", (2, 5, 8, 11)),
+        ("gg+ogg+ogg+ogg+ogg+ogg", (2, 5, 11, 14)),
+        ("ooogg", (0, 1, 2)),
+    ],
+)
+def test_suspects_are_picked_from_both_ends(words, picked):
+    run = attempts(words)
+    assert pick_suspects(run, find_suspects(run), 4) == picked
 
 
 def origin(attempt, is_of_scale, op="mul"):

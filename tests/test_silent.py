@@ -344,6 +344,10 @@ FAULTS = {
         "stepped_twice",
         native(f"{STEP}\nscaler.step(optimizer)\noptimizer.step()  # FAULT\nscaler.update()\ncontinue"),
     ),
+    "a scaler for each step": (
+        "renewed_scaler",
+        native(f'scaler = torch.amp.GradScaler("cpu")  # FAULT\n{STEP}\ncontinue'),
+    ),
     "a loop inside of autocast": ("stale_weights", INSIDE),
     "positions in half": (
         "collapsed",

@@ -35,10 +35,10 @@ from ampatch.doctor.fixes import (
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.precision import LoweredRates
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.rules.remedies import bound_exponent, written
+from ampatch.doctor.rules.remedies import bound_exponent, subtract_maximum, written
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
-from ampatch.doctor.suspects import is_flat
+from ampatch.doctor.suspects import is_flat, learns_less
 from ampatch.doctor.text.mend import Mend, constructed, log_source, mended, normalized_source
 from ampatch.doctor.text.source import Change, changed_texts, line_before, read
 from ampatch.doctor.trial import Trial, find_break, find_what_learns
@@ -237,6 +237,20 @@ def test_an_exponent_that_float32_cannot_hold_is_bounded(tmp_path):
     finding = sample_finding(op="exp", where=f"{tmp_path}/net.py:1", float32_survives=False)
     assert str(bound_exponent(finding)).endswith("y = torch.exp((2 * torch.tanh((a - b) / 2))) * c")
     assert bound_exponent(replace(finding, float32_survives=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "is_apt"),
+    [
+        ("w = torch.exp(scores)", True),
+        ("p = s.exp() / s.exp().sum(-1)", True),
+        ("kl = (m**2 + s.exp() - s).sum()", False),
+    ],
+)
+def test_a_maximum_is_subtracted_where_a_quotient_takes_the_exponential(tmp_path, line, is_apt):
+    (tmp_path / "net.py").write_text(line)
+    finding = sample_finding(op="exp", where=f"{tmp_path}/net.py:1")
+    assert (subtract_maximum(finding) is not None) == is_apt
 
 
 class Rated(torch.optim.Optimizer):
@@ -504,7 +518,8 @@ NOISE = seen(*[9.0, 1.0] * 4, *[9.0] * 4, *[1.0] * 4)
     [
         (FALLS, FALLS, "float16", "opt_level O4 (bfloat16), whose range is that of float32"),
         (FALLS, STILL, "float16", f"opt_level {LAST}"),
-        (FALLS, FALLS, "bfloat16", f"opt_level {LAST}"),
+        (FALLS, FALLS, "bfloat16", "opt_level O1 (float16), which rounds eight times as finely"),
+        (FALLS, STILL, "bfloat16", f"opt_level {LAST}"),
         (STILL, FALLS, "float16", None),  # no matter of precision
         (NOISE, NOISE, "float16", None),
     ],
@@ -514,6 +529,61 @@ def test_what_learns_in_float32_alone_is_said(again, level, half, first):
     found = find_what_learns(trial, [], half, None)
     assert [str(it.remedies[0]) for it in found] == [first] * (first is not None)
     assert [is_flat(it.attempts) for it in (STILL, FALLS, FLAT)] == [True, False, False]
+
+
+SLOW = seen(*[16 - step / 2 for step in range(16)])
+
+
+def test_a_loss_that_falls_less_has_to_end_near_that_of_float32():
+    again = seen(*range(16, 0, -1))
+    assert learns_less(SLOW.attempts, again.attempts)
+    assert not learns_less(again.attempts, SLOW.attempts)
+    assert not learns_less(STILL.attempts, STILL.attempts)  # float32 learns nothing
+    low = [seen(*[4.0] * 4, *[end] * 12) for end in (0.02, 0.1, 0.3)]
+    said = [learns_less(it.attempts, low[0].attempts) for it in low]
+    assert said == [False, False, True]  # 0.1 of 4 is next to nothing
+    trial = Trial(lambda name, run: low[2], lambda *_: (), ScriptRun("train.py"), SLOW, low[0])
+    ranks = []
+    for is_strict in (False, True):
+        one = replace(trial, is_strict=is_strict, tried={})
+        one.order(sample_finding(remedies=(ROOT,)))
+        ranks.append(one.outcome(ROOT).rank)
+    assert ranks == [Rank.TRAINS, Rank.UNTRIED]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("offset", "kind"), [(30.0, ["rounding"]), (0.0, [])])
+def test_what_learns_less_is_found_where_large_terms_cancel(tmp_path, offset, kind):
+    report = report_on(CANCEL.format(offset=offset), tmp_path, tries=True)
+    assert [(it["kind"], it["op"]) for it in report["silent"]] == [(it, "sub") for it in kind]
+    assert report["findings"] == []
+    for fault in report["silent"]:
+        assert fault["tried"][0].startswith("the script trains")
+        assert fault["remedies"][0].startswith("that function in float32")
+        assert "in float32 it falls" in fault["facts"]["less"]
+
+
+CANCEL = """
+import torch
+import ampatch as amp
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+centres = torch.randn(5, 4) + {offset}
+def distances(a, b):
+    return a * a + b * b - 2 * a * b
+for step in range(100):
+    y = torch.randint(0, 5, (64,))
+    x = torch.eye(8)[y] + 0.1 * torch.randn(64, 8)
+    out = model(x) + {offset}
+    logits = -distances(out[:, None], centres.to(out.dtype)).sum(-1)
+    loss = torch.nn.functional.cross_entropy(logits, y)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
 
 
 WEIGHED = """x = torch.randn(16, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from ampatch import AmpError
 from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.instruments.tape import QUOTIENTS, Origin
+from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.errors import ScriptError, read_error
 from ampatch.doctor.rules.table import explain
 from ampatch.doctor.run import ScriptRun
@@ -17,18 +19,22 @@ from ampatch.doctor.runs import Launch, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.notes import examine_silent
 from ampatch.doctor.suspects import (
+    FEWEST,
     describe_scale,
+    ends_of,
     fall_of,
     find_hidden,
     find_suspects,
     has_scaler,
     is_flat,
+    learns_less,
     leave_out_mended,
+    pick_suspects,
     plan_looks,
     plan_window,
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
-from ampatch.doctor.trial import ENOUGH, PART, Explain, Trial, can_try, find_what_learns, said_of_fall
+from ampatch.doctor.trial import ENOUGH, Explain, Trial, can_try, find_what_learns, said_of_fall
 from ampatch.tools.folder import temporary_folder
 
 MOST_TRACED = 8  # attempts of one run
@@ -36,12 +42,13 @@ MOST_TRACED = 8  # attempts of one run
 MOST_TIMES, MOST_SECONDS = 6.0, 20.0
 LONG = 300.0  # CPU seconds of the watched run
 SHORT = 60.0  # CPU seconds of a watched run that float32 is compared with to its end
-LESS = 0.05  # of the loss: it falls so much less than in float32, and less than `PART` of that
+SPREADS = 2.0  # times what other random numbers make of a loss
 SECONDS = 600.0  # of the watched run; the others, which do more, may take twice as long
 WHY = {
     "watched": "the script as it is",
     "traced": "each operation where something broke, or in the first steps",
     "float32": "the same in float32",
+    "drawn anew": "the same in float32 with other random numbers",
     "tried": "with advice",
 }
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
@@ -81,7 +88,7 @@ class Campaign:
             seen = replace(seen, is_open=True)
         attempts = seen.attempts
         sample = pick_sample(seen.shares, attempts)
-        window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
+        window = pick_suspects(attempts, seen.suspects, MOST_TRACED) or range(ALWAYS_TRACED)[: len(attempts)]
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         looks = plan_looks(attempts) if self.spent[0] <= LONG else ()
         run = replace(self.run, traces=True, window=window, sample=sample)
@@ -122,29 +129,37 @@ class Campaign:
         attempts = seen.attempts
         own = {"halved": seen.halved, "has_scaler": has_scaler(attempts)}
         faults = [replace(it, facts=own | it.facts) for it in self.silent]
-        is_whole = not (findings or self.ended)
-
-        def said_of_less() -> str:
-            if not is_whole:
-                return ""
-            fall, best = (fall_of(it[: self.compared]) for it in (attempts, self._alone().attempts))
-            is_less = best >= fall + LESS and fall < PART * best
-            return f"The loss {said_of_fall(fall)}, in float32 it {said_of_fall(best)}." if is_less else ""
-
-        silent = tuple(
-            examine_silent(faults, attempts, findings, bool(self.ended), lambda: bool(said_of_less()))
-        )
-        if silent and self.tries and (less := said_of_less()):
-            silent = (replace(silent[0], facts=silent[0].facts | {"less": less}), *silent[1:])
+        is_due = self.tries and len(attempts) >= FEWEST and not (findings or self.ended)
+        less = functools.cache(lambda: self._said_of_less(attempts) if is_due else "")
+        silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), lambda: bool(less())))
+        if silent and less():
+            silent = (replace(silent[0], facts=silent[0].facts | {"less": less()}), *silent[1:])
         tryable = next((it for it in silent if can_try(it, self.run)), None)
-        is_due = tryable is not None if silent else is_flat(attempts)
-        if not (self.tries and attempts and is_due and is_whole):
+        if not is_due or not (tryable or less() or (is_flat(attempts) and not silent)):
             return silent, []
         last = self.compared - ENOUGH  # what a trial has to pass, at least
-        trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford, least=last)
+        more = {"least": last, "is_strict": bool(less())}
+        trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford, **more)
         silent = tuple(trial.order(it) if it is tryable else it for it in silent)
+        if any(it.is_mended for it in silent) or (silent and not less()):
+            return silent, []
         half, autocast = str(seen.growth["half"]), self.seen["traced"].autocast
-        return silent, [] if silent else find_what_learns(trial, harmless, half, autocast)
+        return silent, find_what_learns(trial, harmless, half, autocast)
+
+    def _said_of_less(self, attempts: Sequence[Attempt]) -> str:
+        """Says by how much less a loss falls than in float32, if it does clearly; else "".
+
+        That is more than it is for other random numbers: one more run in float32 shows how much that is.
+        """
+        ours, alone = attempts[: self.compared], self._alone()
+        if not learns_less(ours, alone.attempts) or not self.can_afford():
+            return ""
+        other = self._start("drawn anew", replace(self._run_in_float32, seed=1))
+        ends = [ends_of(it)[1] for it in (ours, alone.attempts, other.attempts)]
+        if not ends[0] - ends[1] > SPREADS * abs(ends[2] - ends[1]):
+            return ""
+        here, there = (f"{said_of_fall(fall_of(it))}, to" for it in (ours, alone.attempts))
+        return f"The loss {here} {ends[0]:.3g}; in float32 it {there} {ends[1]:.3g}."
 
     def _explain(self, findings: Sequence[Finding], seen: Seen, again: Seen) -> list[Finding]:
         """Returns findings with their causes and what to do, which is tried for the first."""
@@ -242,7 +257,7 @@ class Campaign:
         window = left_out + ((len(seen.attempts),) if seen.is_open else ()) + hidden
         run = replace(self.run, level="O0", float32=True, goes_on=True, sample=sample)
         if self.spent[0] > LONG and seen.suspects:
-            self.enough = seen.suspects[:MOST_TRACED][-1] + ENOUGH
+            self.enough = pick_suspects(seen.attempts, seen.suspects, MOST_TRACED)[-1] + ENOUGH
         run = replace(run, traces=bool(window), window=window, most=self.enough)
         again = self._start("float32", run)
         if again.is_late:
@@ -258,10 +273,13 @@ class Campaign:
 
     def _alone(self) -> Seen:
         """Returns what the first steps of the script are in float32, of one run."""
-        run = replace(self.run, level="O0", float32=True, most=self.compared)
         if self.first_in_float32 is None:
-            self.first_in_float32 = self._start("float32", run)
+            self.first_in_float32 = self._start("float32", self._run_in_float32)
         return self.first_in_float32
+
+    @property
+    def _run_in_float32(self) -> ScriptRun:
+        return replace(self.run, level="O0", float32=True, most=self.compared)
 
     def _survives(self, seen: Seen, again: Seen) -> bool | None:
         """Says whether the run in float32 stayed finite to its end, or as far as it was made."""

@@ -31,7 +31,7 @@ from ampatch.doctor.silent.notes import Notes
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.text.source import changed_texts
 from ampatch.patching.patcher import Patcher
-from ampatch.tools.seeds import set_seeds
+from ampatch.tools.seeds import set_seeds, shifted_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -49,7 +49,8 @@ def carry_out(run: ScriptRun) -> None:
     with ExitStack() as stack, edited(changed_texts(run.changes)):
         seen = look(run, Clock(stack))
         stack.callback(lambda: Path(run.out).write_bytes(pickle.dumps(seen())))
-        set_seeds(0)
+        set_seeds(run.seed)
+        stack.enter_context(shifted_seeds(run.seed))
         try:
             flags = {"device": run.device, "legacy": run.legacy, "unsafe_load": run.unsafe_load}
             Script(run.script, tuple(run.arguments), run.is_module, **flags).run()

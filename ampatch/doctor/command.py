@@ -17,7 +17,7 @@ SUMMARY = "run a script whose training breaks, and say which line broke it, why,
 USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor [OPTIONS] -m MODULE [-- ARGS...]
        ampatch doctor --open FILE"""
-EPILOG = """The script runs two or three times: watched, traced where it broke, and in float32; then once
+EPILOG = """The script runs three or four times: watched, traced where it broke, and in float32; then once
 for each piece of advice that is tried, up to four. Everything after -- goes to the script. Exit status:
 0 nothing was found, 1 something was found (a silent fault counts only if its fix was tried and helps, or if
 the script learns less than in float32), 2 bad input, 3 something broke and could not be traced, or the

@@ -38,6 +38,7 @@ class ScriptRun:
     device: str | None = None  # as of a `Script`
     legacy: bool = False
     unsafe_load: bool = False
+    seed: int = 0  # other than 0 it shifts those that the script sets
     most: int | None = None  # attempts, after which the run ends
     seconds: float | None = None  # after which it ends with the attempt that runs then
     # What is tried: other lines of files, bfloat16 where torch.autocast takes float16, what a dynamic loss

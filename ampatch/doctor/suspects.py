@@ -9,8 +9,12 @@ from ampatch.doctor.instruments.tape import Origin
 from ampatch.doctor.instruments.watch import Attempt
 
 FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning
+LESS = 0.05  # of the loss, by which it ends above that of float32, and
+PART_LESS = 0.2  # of how much it falls there
+MANY_TIMES = 3  # the loss of float32
 FEWEST = 16  # steps in which a loss falls
 FIRST = 16  # attempts whose operations are looked at for silent faults
+LATE = 2  # suspects that are looked at in any case
 MOST_OVERFLOWS = 2  # at a scale that was good before
 
 
@@ -70,6 +74,17 @@ def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     return (*sorted(found), *rest)
 
 
+def pick_suspects(attempts: Sequence[Attempt], suspects: Sequence[int], most: int) -> tuple[int, ...]:
+    """Returns some suspects: the first, and those from which on nothing goes well, or else the last.
+
+    A loss scale that grows may be too large many times before a fault comes that stays.
+    """
+    last = next((index for index in reversed(range(len(attempts))) if attempts[index].is_finite), -1)
+    late = [it for it in suspects if last < it < len(attempts)][:LATE] or sorted(suspects)[-LATE:]
+    first = [it for it in suspects if it not in late]
+    return tuple(sorted(late + first[: most - len(late)]))
+
+
 def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, ...]:
     """Returns attempts up to which a traced run goes on for silent faults: not beyond weights that broke."""
     first = attempts[:FIRST]
@@ -126,6 +141,17 @@ def ends_of(attempts: Sequence[Attempt]) -> tuple[float, float]:
     """Returns the mean loss of the first and of the last quarter of a run."""
     losses, part = [it.value for it in attempts if it.loss or not it.is_dynamic], max(len(attempts) // 4, 1)
     return sum(losses[:part]) / part, sum(losses[-part:]) / part
+
+
+def learns_less(attempts: Sequence[Attempt], best: Sequence[Attempt]) -> bool:
+    """Says whether a loss ends clearly above that of another run, for how much it falls there.
+
+    Clearly is a fifth of that fall, or three times the other loss where that is not next to nothing.
+    """
+    (_, end), (begin, least) = ends_of(attempts), ends_of(best)
+    gap, fall = end - least, begin - least
+    is_far = gap > PART_LESS * fall and gap > LESS * abs(begin)
+    return fall > FALL * abs(begin) and (is_far or (gap > FALL * abs(begin) and end > MANY_TIMES * least > 0))
 
 
 def has_scaler(attempts: Sequence[Attempt]) -> bool:

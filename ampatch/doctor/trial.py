@@ -10,11 +10,19 @@ from ampatch import AmpError
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Paste, Rank, Tried, join
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.rules.remedies import leave_half, leave_own_half, take_bfloat16
+from ampatch.doctor.rules.remedies import leave_half, leave_own_half, take_bfloat16, take_finer
 from ampatch.doctor.rules.table import explain
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
-from ampatch.doctor.suspects import FALL, ends_of, fall_of, find_untried, has_scaler, is_collapse
+from ampatch.doctor.suspects import (
+    FALL,
+    ends_of,
+    fall_of,
+    find_untried,
+    has_scaler,
+    is_collapse,
+    learns_less,
+)
 
 MOST_TRIED = 4
 ENOUGH = 200  # steps of a run that is tried, from the one that broke on
@@ -58,6 +66,7 @@ class Trial:
     can_afford: Callable[[], bool] = field(default_factory=lambda: lambda: True)
     fault: int = 0  # the attempt that broke, which each run has to pass
     least: int = 0
+    is_strict: bool = False  # whether a loss has to end near that of float32
     tried: dict[Fix, TriedFix] = field(default_factory=dict)
 
     def order(self, finding: Finding) -> Finding:
@@ -168,7 +177,8 @@ class Trial:
         there = "" if math.isnan(best) else f", in float32 it {said_of_fall(best)}"
         need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)
         loss = f"loss {said_of_fall(fall)}{there}"
-        if fall >= need:
+        is_less = self.is_strict and learns_less(attempts, self.again.attempts[: self.wanted])
+        if fall >= need and not is_less:
             so_far = f" for {self.wanted} steps" if self.wanted < len(self.seen.attempts) else ""
             gap = abs(fall - best) if there else 0.0
             tried = Tried(Rank.TRAINS, f"the script trains{so_far}, its {loss}")
@@ -251,8 +261,11 @@ def find_what_learns(
     for it in (*suspects(trial, harmless), *half_alone(trial, half, autocast)):
         tries = replace(trial, tried={})
         found = tries.order(it)
-        seen = tries.outcome(found.remedies[0]).seen
-        if seen is not None and trial.fall_of(seen) >= first + LEARNS and falls_on(seen.attempts):
+        outcome = tries.outcome(found.remedies[0])
+        seen = outcome.seen
+        is_near = trial.is_strict and outcome.rank is Rank.TRAINS
+        learns = seen and trial.fall_of(seen) >= first + LEARNS and falls_on(seen.attempts)
+        if is_near or learns:
             return [replace(found, facts=found.facts | {"flat": True})]
     return []
 
@@ -268,15 +281,16 @@ def suspects(trial: Trial, harmless: Sequence[Finding]) -> Iterator[Finding]:
 def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Finding]:
     """Yields the finding that half precision keeps a loss from falling."""
     first, best = trial.fall_of(trial.seen), trial.fall_of(trial.again)
-    if best < first + LEARNS or not falls_on(trial.again.attempts):
+    if not trial.is_strict and (best < first + LEARNS or not falls_on(trial.again.attempts)):
         return
     it = Finding(
         *("", trial.seen.attempts[0].step, "loss", None, "", "training", None),
         dtype=half,
         autocast=autocast,
         float32_survives=True,
-        facts={"has_scaler": has_scaler(trial.seen.attempts)},
+        facts={"has_scaler": has_scaler(trial.seen.attempts), "halved": trial.seen.halved},
     )
-    remedies = tuple(filter(None, (take_bfloat16(it), leave_half(it))))
+    fixes = take_bfloat16(it), take_finer(it), leave_own_half(it) or leave_half(it)
+    remedies = tuple(filter(None, fixes))
     why = f"nothing broke, and the loss {said_of_fall(first)}; in float32 it {said_of_fall(best)}."
     yield replace(it, cause="learns in float32 alone", why=why, remedies=remedies)

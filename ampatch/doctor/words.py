@@ -11,7 +11,7 @@ MOST_SHOWN = 2  # findings after the first
 MOST_SILENT = 5
 # Numbers break because of these silent faults.
 MISUSES = ("not_unscaled", "unscaled_twice", "never_stepped", "lost_state", "scaled_penalty")
-MISUSES += ("not_zeroed", "stepped_twice")
+MISUSES += ("not_zeroed", "stepped_twice", "renewed_scaler")
 SURVIVES = {
     True: "the same run in float32 stays finite to its end",
     False: "the same run in float32 breaks as well: this is not a matter of precision",

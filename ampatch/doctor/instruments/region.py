@@ -34,8 +34,9 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     """Returns what puts the statement that the user's code is at into float32; None where it could be wrong.
 
     Its half tensors are cast, and casts are off: those of `torch.autocast` for a device, or ours. A function
-    that uses no model is put into float32 as a whole, for what follows there as well. A statement that calls
-    a module is left alone, and in a half model all but what it returns, if `is_model`.
+    that uses no model is put into float32 as a whole, for what follows there as well. Of statements
+    that call modules those are left alone whose modules have parts, and in a half model all but what it
+    returns, if `is_model`.
     """
     frame, source, statement = statement_here()
     if frame is None or statement is None:
@@ -43,11 +44,12 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     casts = casts_of(autocast, source, frame.f_lineno, frame.f_locals) if casts_are_on else None
     if casts and (change := function_in_float32(source, frame, *casts[1:])):
         return Paste(FUNCTION, (change,))
-    calls = (it for it in ast.walk(statement) if isinstance(it, ast.Call))
-    if any(isinstance(value_of(it.func, frame), Module) for it in calls):
-        return None
+    calls = (value_of(it.func, frame) for it in ast.walk(statement) if isinstance(it, ast.Call))
+    called = [it for it in calls if isinstance(it, Module)]
     modules = [value for value in frame.f_locals.values() if isinstance(value, Module)]
     in_half = any(is_half_tensor(parameter) for module in modules for parameter in module.parameters())
+    if called and (in_half or not casts or any([*it.children()] for it in called)):
+        return None
     is_last = isinstance(statement, ast.Return) or name_of_reduction(statement) in ("mean", "sum")
     if in_half and not (is_model and is_last):
         return None

@@ -272,7 +272,7 @@ RULES = (  # the first that explains a finding is its cause
             do.paste,
             do.CLAMP_EXPONENT,
             do.bound_exponent,
-            do.MAXIMUM,
+            do.subtract_maximum,
             *SMALLER,
             do.take_bfloat16,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from ampatch.doctor.text.mend import (
     summed_source,
     widened,
 )
-from ampatch.doctor.text.source import Change, lines_on_disk, place_of
+from ampatch.doctor.text.source import Change, lines_on_disk, place_of, statement_of
 
 Remedy = str | Callable[[Finding], Fix | None]  # None where it does not fit
 DIVERGES = 200.0  # times what weights or outputs were at first
@@ -128,6 +129,18 @@ def leave_own_half(finding: Finding) -> Fix | None:
     return lines and own_type(lines, "float32", why)
 
 
+def keep_makers(finding: Finding) -> Fix | None:
+    """Has the modules run in float32 whose outputs an operation takes, and its own."""
+    names = [it for it in (*finding.facts.get("makers", ()), finding.module) if it]
+    return keep(replace(finding, module="", facts=finding.facts | {"alike": list(dict.fromkeys(names))}))
+
+
+def take_finer(finding: Finding) -> Fix | None:
+    """Takes float16 in the place of bfloat16, which is eight times as fine."""
+    is_apt = finding.dtype == "bfloat16" and not finding.autocast and not finding.facts.get("halved")
+    return OtherLevel("O1", " (float16), which rounds eight times as finely") if is_apt else None
+
+
 def leave_half(finding: Finding) -> Fix | None:
     """Computes in float32, where nothing else is enough."""
     is_apt = finding.float32_survives
@@ -166,6 +179,22 @@ def begin_smaller(finding: Finding) -> Fix | None:
     is_layer = finding.op in LAYERS and not finding.facts.get("own")
     dim = -1 if finding.op == "linear" else 1
     return pasted(said, normalized_source(finding.where, finding.module, dim) if is_layer else None)
+
+
+def subtract_maximum(finding: Finding) -> Fix | None:
+    """Has an exponential be of what is at most 0, where a quotient takes it, as in a softmax by hand."""
+    _, statement = statement_of(finding.where)
+    found = (getattr(statement, "value", None), *map(dividend_of, ast.walk(statement) if statement else ()))
+    is_apt = any(getattr(getattr(it, "func", None), "attr", "") == finding.op for it in found)
+    return Words("subtract the maximum, as softmax and logsumexp do") if is_apt else None
+
+
+def dividend_of(node: ast.AST) -> ast.expr | None:
+    """Returns what a quotient by something that is no number divides."""
+    match node:
+        case ast.BinOp(left, ast.Div(), right) if not isinstance(right, ast.Constant):
+            return left
+    return None
 
 
 def bound_exponent(finding: Finding) -> Fix | None:
@@ -406,7 +435,6 @@ FINFO = "torch.finfo(x.dtype).min, if nothing is added to the scores after it: t
 MASK = "mask with -1e4 in the place of -inf"
 FILL = "fill in the place of the product: x.masked_fill(mask, -1e4), or torch.where"
 ONE = "leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"
-MAXIMUM = "subtract the maximum, as softmax and logsumexp do"
 SHORTER = "leave out samples whose target, with a blank between equal neighbours, is longer than the input"
 LOOK = "no rule fits: look at what this line takes, at the step and the sample that are named"
 PRECISION: tuple[Remedy, ...] = (keep, paste, take_bfloat16)
@@ -475,9 +503,11 @@ def eps_of(op: str, dtype: str) -> str:
 def number(value: float) -> str:
     """Writes a number as people do.
 
-    >>> number(-1e9), number(-1e5), number(1e-8), number(0.9999)
-    ('-1e9', '-1e5', '1e-8', '0.9999')
+    >>> number(-1e9), number(-1e5), number(1e-8), number(0.9999999)
+    ('-1e9', '-1e5', '1e-8', '0.9999999')
     """
+    if value != 1 and abs(value - 1) < 1e-4:
+        return f"{value:.9g}"
     text = f"{value:e}" if abs(value) >= 1e5 else f"{value:g}"
     mantissa, _, exponent = text.partition("e")
     return f"{float(mantissa):g}" + (f"e{int(exponent)}" if exponent else "")

@@ -83,6 +83,12 @@ RULES = (
         "remove one of the two steps: scaler.step(optimizer) steps by itself, where nothing overflowed",
     ),
     silent(
+        "renewed_scaler",
+        "each step makes a GradScaler of its own, which begins at {scale:g} again: it never learns at which "
+        "scale gradients overflow, and none of them grows.",
+        "make the scaler once, before the loop, and pass it to what steps",
+    ),
+    silent(
         "stale_weights",
         "the step is made inside of torch.autocast, which goes on with the half weights that it cast before.",
         "have the block of torch.autocast end before backward() and step(): forward and loss alone in it",
@@ -174,6 +180,12 @@ RULES = (
         do.sum_in_float32,
         do.keep,
         "sum in float32: what it adds to, and what it adds",
+    ),
+    silent(
+        "rounding",
+        "{op} is off by {error:.2g} times what its numbers differ by: that is lost in what {dtype} rounds, "
+        "as where large terms nearly cancel.",
+        *(IN_FLOAT32, do.keep, do.keep_makers, do.take_finer),
     ),
     silent(
         "saturated",

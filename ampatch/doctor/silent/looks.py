@@ -25,6 +25,7 @@ from ampatch.doctor.instruments.region import region_of
 from ampatch.doctor.instruments.tape import CASTS, IGNORED, Op, Tape
 from ampatch.doctor.instruments.values import HALF, plain
 from ampatch.doctor.silent.notes import Notes
+from ampatch.doctor.silent.rounding import Rounding
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.stuck import FEWEST, MANY, REPEATED, Stuck, name_of
 from ampatch.doctor.silent.twin import Twin, find_loss
@@ -54,6 +55,10 @@ ZEROS = 0.1  # of the numbers that a layer in float8 takes
 WRONG = 0.1  # of a sum
 MOST_COLUMNS = 256
 FEWER = 0.5  # of whole numbers
+SHADOWED = (0, 4, 15)  # of the first attempts, which run again in float32
+NOISE = 0.25  # of what numbers differ by is rounded away
+GROWN = 4.0  # times what it was before
+MOST_MAKERS = 2  # modules that what an operation takes comes of
 MISSED = 2  # times that whole numbers are added in vain
 
 
@@ -96,7 +101,8 @@ class Looks(OperationInstrument):
         self._begin()
 
     def _begin(self) -> None:
-        self._twin = Twin()
+        self._twin, self._rounding = Twin(), Rounding()
+        self._rounded: dict[int, Finding] = {}  # by the numbers of records
         self._faults: defaultdict[int, list[Finding]] = defaultdict(list)  # of records, if a loss comes of it
         self._read: list[tuple[Tensor, Tensor]] = []  # parameters and gradients, kept so long
 
@@ -106,14 +112,20 @@ class Looks(OperationInstrument):
         is_due = self.clock.micro_step < MOST_MICRO_STEPS
         return is_due and not (is_away or name in LEFT_ALONE or is_transformed())
 
-    def before(self, operation: Operation) -> Operation | None:
-        return self._twin.before(operation)
+    def before(self, operation: Operation) -> tuple[Operation | None, Operation | None]:
+        now, has_begun = self.clock.attempt, bool(self.clock.models.roots)  # weights are drawn before
+        is_due = has_begun and (now in SHADOWED or now >= FIRST)
+        return self._twin.before(operation), self._rounding.before(operation) if is_due else None
 
-    def after(self, operation: Operation, repeated: Operation | None) -> None:
+    def after(self, operation: Operation, kept: tuple[Operation | None, Operation | None]) -> None:
         """Looks at what an operation gives."""
         given = [it for it in operation.given if it.is_floating_point()]
         if not given:
             return
+        repeated, shadowed = kept
+        if shadowed is not None:
+            shadowed.given = given
+            self._follow_shadow(operation, shadowed)
         self._note_read(operation, given[0])
         if repeated is not None:
             repeated.given = given
@@ -144,25 +156,44 @@ class Looks(OperationInstrument):
                 self._faults[operation.record.number].append(fault)
 
     def _find_loss(self, operation: Operation, repeated: Operation) -> Finding | None:
-        """Asks whether an operation loses something, and how its statement reads in float32."""
+        """Asks whether an operation loses something."""
         if (found := find_loss(repeated)) is None:
             return None
-        (kind, largest, dtype), where = found, operation.record.where
+        kind, largest, dtype = found
+        return self._finding(kind, operation, {"input_largest": largest, "dtype": dtype})
+
+    def _finding(self, kind: str, operation: Operation, more: dict[str, object], **facts: object) -> Finding:
+        """Returns what an operation loses, with how its statement reads in float32."""
+        where = operation.record.where
         if where not in self._mends:
             region = region_of(operation, self.clock.models.parameters())
             self._mends[where] = {"region": region, "alike": self.clock.models.like_place()}
         mends = self._mends[where]
-        more = {"region": mends["region"], "autocast": operation.record.autocast, "float32_survives": True}
-        more |= {"input_largest": largest, "dtype": dtype}
-        return self._notes.finding(kind, operation.record, more, own=True, alike=mends["alike"])
+        more |= {"region": mends["region"], "autocast": operation.record.autocast, "float32_survives": True}
+        return self._notes.finding(kind, operation.record, more, own=True, alike=mends["alike"], **facts)
+
+    def _follow_shadow(self, operation: Operation, shadowed: Operation) -> None:
+        """Notes what an operation in half rounds away, with the modules that what it takes comes of."""
+        error, growth = self._rounding.follow(operation, shadowed)
+        if error >= NOISE and growth >= GROWN:
+            record = operation.record
+            before = list(self.tape.before((record.number,)))
+            makers = dict.fromkeys(it.place.module for it in before if it.place and it.place.module)
+            half = next(filter(None, map(half_in, before)), "bfloat16")
+            facts = {"error": error, "growth": growth, "makers": tuple(makers)[:MOST_MAKERS]}
+            fault = self._finding("rounding", operation, {"dtype": half}, **facts)
+            self._rounded[record.number] = fault
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
-        """Notes the faults that have reached the loss."""
-        if self._faults:
+        """Notes the faults that have reached the loss, and what rounds most of what has."""
+        if self._faults or self._rounded:
             reached = {it.number for it in self.tape.before(self.tape.makers_of(losses))}
             for number in sorted(reached & self._faults.keys()):
                 for fault in self._faults[number]:
                     self._notes.put(fault)
+            rounded = [self._rounded[it] for it in sorted(reached & self._rounded.keys())]
+            for fault in sorted(rounded, key=lambda it: -it.facts["growth"])[:1]:
+                self._notes.put(fault)
 
     # ---- Sums and updates ----
 

@@ -87,7 +87,7 @@ def examine_silent(
 
 
 def is_doubtful(fault: Finding) -> bool:
-    """Says whether it may do no harm: weights that stay for a while, gradients of 0, probabilities."""
+    """Says whether it may do no harm: weights that stay for a while, probabilities, rounding."""
     if fault.kind == "lost_updates":
         return fault.facts["share"] <= STUCK or fault.op == "accumulate_grad"
-    return fault.kind == "saturated"
+    return fault.kind in ("saturated", "rounding")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.notes import WARNED, Notes
 
 MOST_EMPTY = 3
+RENEWED = 3  # attempts in a row, each with a scaler of its own
 TINY = 1e-15  # whose square float32 holds
 
 
@@ -72,6 +74,9 @@ class Scaled(Instrument, amp.Observer):
         self._penalty: str | None = None  # a gradient of a scaled loss, until the scale is asked for
         self._waiting, self._longest, self._waits_at = 0, 1, None  # scaled losses without a step
         self._now: tuple[GradScaler | None, str | None] | None = None  # of the backward that runs
+        self._scalers = WeakKeyDictionary[GradScaler, str | None]()  # that scaled no loss yet, where made
+        self._renewed: list[int] = []  # attempts in a row whose first loss a new scaler scaled
+        clock.wrap(GradScaler, "__init__", self._make_scaler)
         clock.wrap(GradScaler, "scale", self._scale)
         clock.wrap(GradScaler, "unscale_", self._unscale)
         clock.wrap(GradScaler, "get_scale", self._get_scale)
@@ -187,9 +192,25 @@ class Scaled(Instrument, amp.Observer):
 
     # ---- What is replaced ----
 
+    def _make_scaler(self, init: Callable[..., None], scaler: GradScaler, *args, **kwargs) -> None:
+        init(scaler, *args, **kwargs)
+        self._scalers[scaler] = user_line()
+
+    def _note_renewed(self, scaler: GradScaler) -> None:
+        """Notes a scaler that is made anew for each step, and so forgets at which scale a loss overflowed."""
+        now, is_new = self.clock.attempt, scaler in self._scalers
+        where = self._scalers.pop(scaler, None)
+        is_next = self._renewed[-1:] == [now - 1] or not self._renewed
+        if self._renewed[-1:] != [now]:
+            self._renewed = [*(self._renewed if is_next else ()), now] if is_new else []
+        if len(self._renewed) == RENEWED:
+            first, scale = self._renewed[0], scaler.get_scale()
+            self._tell("renewed_scaler", "GradScaler", where, attempt=first, scale=scale)
+
     def _scale(self, scale: Callable[..., object], scaler: GradScaler, outputs: object) -> object:
         scaled = scale(scaler, outputs)
         if scaler.is_enabled():
+            self._note_renewed(scaler)
             self._has_scaler = True
             self._waiting, self._waits_at = self._waiting + 1, user_line()
             found = [it for it in tensors_in(scaled) if it.grad_fn is not None]

@@ -33,7 +33,7 @@ class Held:
 
     version: int
     wanted: Tensor
-    loss: Finding  # "zeros" after an overflow, else "underflow"
+    loss: Finding | None = None  # "zeros" after an overflow, else "underflow"
 
 
 class Twin:
@@ -86,7 +86,10 @@ class Twin:
                 made = operation.func(*args, **kwargs)
         except Exception:  # of a function that does not take float32, or counts its calls
             return []
-        return floating_in(args[0] if operation.name.endswith("_") else made)
+        return floating_in(args[:1] if operation.name.endswith("_") else made)
+
+    def hold(self, tensor: Tensor, wanted: Tensor, loss: Finding | None = None) -> None:
+        self._held[tensor] = Held(version_of(tensor), wanted, loss)
 
     def judge(self, tensor: Tensor, wanted: Tensor, loss: Finding, is_new: bool) -> Finding | None:
         """Compares a result with its twin, and keeps that where it is needed; returns a fault."""
@@ -108,7 +111,7 @@ class Twin:
             kind = "zeros" if is_new else loss.kind  # what one operation loses alone, it lost inside
             return replace(loss, kind=kind, facts=loss.facts | numbers)
         if is_far.any():
-            self._held[tensor] = Held(version_of(tensor), wanted, loss)
+            self.hold(tensor, wanted, loss)
         return None
 
 
