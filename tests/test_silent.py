@@ -727,6 +727,8 @@ for step in range(4):
             POOLED.replace("{many}", "1024").replace("zeros(4096", "zeros(1024").replace(":8]", ":8].half()"),
             None,
         ),
+        (added("places = torch.ones(300).bfloat16().cumsum(0)"), "lost_counts"),
+        (added("places = torch.ones(250).bfloat16().cumsum(0)"), None),
         (IDS.format(first=4096), "collapsed"),
         (IDS.format(first=1024), None),
         (SURE.format(bias=8.0), "saturated"),
@@ -764,6 +766,31 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 def test_a_buffer_that_was_cast_with_its_model_is_called_so(size, line, kind):
     (found,) = watch(ours(BLOCK, "O5", HEAD + BUFFER.format(size=size, line=line)))[0]
     assert (found.kind, "cast with the model" in found.why) == (kind, True)
+
+
+ANGLES = """
+class Waves(nn.Module):
+    def forward(self, t):
+        phase = torch.matmul(t[:, None], torch.ones(1, 8))  # FAULT
+        return torch.sin(phase)
+model = nn.Sequential(Waves(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+for step in range(2):
+    optimizer.zero_grad()
+    with amp.scale_loss(model({first} + torch.rand(64)).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("first", [8000, 0])
+def test_angles_are_told_at_the_line_that_makes_them_half(first):
+    text = "import ampatch as amp\n" + HEAD + ANGLES.format(first=first)
+    faults = [it for it in watch(text)[0] if it.kind in ("coarse_angles", "rounding")]
+    assert [(it.where, it.op, str(it.remedies[0])) for it in faults] == [
+        (lines_of(text)[0], "matmul", "amp.initialize(..., keep_fp32=['0']): this module runs in float32")
+    ] * (first > 0)
 
 
 @pytest.mark.parametrize("is_watched", [True, False])

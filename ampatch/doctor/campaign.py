@@ -34,7 +34,15 @@ from ampatch.doctor.suspects import (
     plan_window,
 )
 from ampatch.doctor.text.source import Change, line_before, place_of
-from ampatch.doctor.trial import ENOUGH, Explain, Trial, can_try, find_what_learns, said_of_fall
+from ampatch.doctor.trial import (
+    ENOUGH,
+    Explain,
+    Trial,
+    can_try,
+    find_what_learns,
+    said_of_fall,
+    with_other_types,
+)
 from ampatch.tools.folder import temporary_folder
 
 MOST_TRACED = 8  # attempts of one run
@@ -135,16 +143,19 @@ class Campaign:
         if silent and less():
             silent = (replace(silent[0], facts=silent[0].facts | {"less": less()}), *silent[1:])
         tryable = next((it for it in silent if can_try(it, self.run)), None)
+        if less() and (chosen := tryable or next(iter(silent), None)):
+            tryable = with_other_types(chosen)
+            silent = tuple(tryable if it is chosen else it for it in silent)
         if not is_due or not (tryable or less() or (is_flat(attempts) and not silent)):
             return silent, []
         last = self.compared - ENOUGH  # what a trial has to pass, at least
         more = {"least": last, "is_strict": bool(less())}
         trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford, **more)
-        silent = tuple(trial.order(it) if it is tryable else it for it in silent)
-        if any(it.is_mended for it in silent) or (silent and not less()):
-            return silent, []
+        if silent:
+            tried = [trial.order(it) if it is tryable else it for it in silent]
+            return tuple(sorted(tried, key=lambda it: not it.is_mended)), []
         half, autocast = str(seen.growth["half"]), self.seen["traced"].autocast
-        return silent, find_what_learns(trial, harmless, half, autocast)
+        return (), find_what_learns(trial, harmless, half, autocast)
 
     def _said_of_less(self, attempts: Sequence[Attempt]) -> str:
         """Says by how much less a loss falls than in float32, if it does clearly; else "".

@@ -242,6 +242,12 @@ def can_try(fault: Finding, run: ScriptRun) -> bool:
     return any(fix.change(run) is not None for fix in fault.remedies)
 
 
+def with_other_types(fault: Finding) -> Finding:
+    """Returns a fault with what else may help, where the line that costs accuracy may be another."""
+    fixes = take_bfloat16(fault), take_finer(fault)
+    return replace(fault, remedies=tuple(dict.fromkeys((*fault.remedies, *filter(None, fixes)))))
+
+
 def falls_on(attempts: Sequence[Attempt]) -> bool:
     """Says whether a loss falls from each quarter of a run to the next."""
     part = len(attempts) // 4

@@ -130,9 +130,9 @@ def leave_own_half(finding: Finding) -> Fix | None:
 
 
 def keep_makers(finding: Finding) -> Fix | None:
-    """Has the modules run in float32 whose outputs an operation takes, and its own."""
-    names = [it for it in (*finding.facts.get("makers", ()), finding.module) if it]
-    return keep(replace(finding, module="", facts=finding.facts | {"alike": list(dict.fromkeys(names))}))
+    """Has the parts of a model run in float32 whose outputs an operation takes."""
+    parts = dict.fromkeys(it.partition(".")[0] for it in finding.facts.get("makers", ()))
+    return keep(replace(finding, module="", facts=finding.facts | {"alike": list(parts)}))
 
 
 def take_finer(finding: Finding) -> Fix | None:

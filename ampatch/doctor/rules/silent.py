@@ -156,8 +156,9 @@ RULES = (
     silent(
         "lost_counts",
         "{op} counts in {dtype}, which holds whole numbers up to {limit} only: more is rounded away.",
-        do.sum_in_float32,
-        "count in float32, or in a number of Python: correct += hits.sum().item()",
+        *(do.sum_in_float32, do.keep),
+        "count in float32 or in integers (x.long().cumsum(0)), or in a number of Python: "
+        "correct += hits.sum().item()",
     ),
     silent(
         "lost_sums",
@@ -212,12 +213,14 @@ RULES = (
     silent(
         "collapsed",
         "{op} makes {after} numbers of {before} in {dtype}, which holds whole numbers up to {limit} only.",
+        do.keep,
         "keep these in float32, and cast what is computed of them: positions, times, and counts",
     ),
     silent(
         "coarse_angles",
         "{op} is in {dtype}, and the sine of what comes of it takes angles up to {largest:.3g}, which "
         "{dtype} rounds by {error:.2g}: they are noise.",
+        do.keep,
         "keep in float32 what this line has in half, up to the sine, and cast what the sine gives",
     ),
     silent(

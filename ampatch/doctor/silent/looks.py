@@ -58,7 +58,7 @@ FEWER = 0.5  # of whole numbers
 SHADOWED = (0, 4, 15)  # of the first attempts, which run again in float32
 NOISE = 0.25  # of what numbers differ by is rounded away
 GROWN = 4.0  # times what it was before
-MOST_MAKERS = 2  # modules that what an operation takes comes of
+MOST_MAKERS = 8  # operations in modules that what one takes comes of
 MISSED = 2  # times that whole numbers are added in vain
 
 
@@ -88,6 +88,7 @@ class Looks(OperationInstrument):
             (UPDATES, self._stuck.look_at_update),
             (("add_", "add"), self._look_at_addition),
             (SUMMING, self._look_at_sum),
+            (("cumsum", "cumsum_"), self._look_at_running_count),
             (CASTS, self._look_at_cast),
             (SATURATING, self._look_at_probabilities),
             (WAVES, self._look_at_angles),
@@ -178,9 +179,10 @@ class Looks(OperationInstrument):
         if error >= NOISE and growth >= GROWN:
             record = operation.record
             before = list(self.tape.before((record.number,)))
-            makers = dict.fromkeys(it.place.module for it in before if it.place and it.place.module)
+            makers = [it.place for it in before if it.place and it.place.module][:MOST_MAKERS]
             half = next(filter(None, map(half_in, before)), "bfloat16")
-            facts = {"error": error, "growth": growth, "makers": tuple(makers)[:MOST_MAKERS]}
+            facts = {"error": error, "growth": growth, "makers": tuple(it.module for it in makers)}
+            facts |= {"model": makers[0].model} if makers else {}
             fault = self._finding("rounding", operation, {"dtype": half}, **facts)
             self._rounded[record.number] = fault
 
@@ -259,6 +261,15 @@ class Looks(OperationInstrument):
                 numbers |= {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype), **buffer}
                 self._notes.add("lost_sums", operation.record, **numbers)
 
+    def _look_at_running_count(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
+        """Looks for counts up to each place, as of the tokens of an expert, beyond what half holds."""
+        wanted = self._twin.repeat(repeated) if repeated and given.dtype in HALF_TYPES else ()
+        for it in wanted[:1]:
+            if is_whole(it) and (plain(given).float() != it).any():
+                more = {"autocast": operation.record.autocast, "float32_survives": True}
+                numbers = {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype), "own": True}
+                self._notes.add("lost_counts", operation.record, more=more, **numbers)
+
     def _look_at_product(self, operation: Operation, _: object, given: Tensor) -> None:
         """Notes a sum in float16 that comes near to what that holds."""
         is_due = given.dtype is torch.float16 and given.numel() and operation.floating
@@ -304,7 +315,8 @@ class Looks(OperationInstrument):
             if after < FEWER * before:
                 numbers = {"before": before, "after": after, "limit": limit, "given": is_called_by_ampatch()}
                 numbers |= {"dtype": name_of(given.dtype), **self._buffer_of(operation.args[0])}
-                self._notes.add("collapsed", record, **numbers)
+                more = {"autocast": record.autocast, "float32_survives": True}
+                self._notes.add("collapsed", record, more=more, **numbers)
                 return
 
     def _look_at_probabilities(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
@@ -323,7 +335,7 @@ class Looks(OperationInstrument):
         rounded = [
             it
             for it in self.tape.before(record.parents, ANGULAR)
-            if it.op in ANGULAR and half_in(it) and (it.op in CASTS or it.dtype == "float32")
+            if it.op in ANGULAR and half_in(it) and "float32" in (it.dtype, *it.taken)
         ]
         first = min(rounded, key=lambda it: it.number, default=record)
         if half := half_in(first):
@@ -332,7 +344,9 @@ class Looks(OperationInstrument):
             power = 2.0 ** (math.frexp(largest)[1] - 1) if math.isfinite(largest) else math.inf
             error = power * torch.finfo(getattr(torch, half)).eps / 2
             if 1 <= error < math.inf:
-                self._notes.add("coarse_angles", first, largest=largest, error=error, dtype=half)
+                more = {"autocast": first.autocast, "float32_survives": True}
+                numbers = {"largest": largest, "error": error, "dtype": half}
+                self._notes.add("coarse_angles", first, more=more, **numbers)
 
     def _look_at_float8(self, operation: Operation, _: object, given: Tensor) -> None:
         """Counts what float8 rounds to 0, which is below 2**-10 where the largest number is made 448."""

@@ -20,6 +20,7 @@ EXPLAINED = {
     "scaled_not_backpropagated": "late_backward",
     "not_unscaled": "never_stepped",
     "coarse_angles": "collapsed",
+    "rounding": "coarse_angles",
 }
 # What the library warns of, by its names of misuse: the fault and the operation.
 WARNED = {
