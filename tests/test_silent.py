@@ -346,7 +346,7 @@ FAULTS = {
     ),
     "a scaler for each step": (
         "renewed_scaler",
-        native(f'scaler = torch.amp.GradScaler("cpu")  # FAULT\n{STEP}\ncontinue'),
+        native(f'scaler = torch.amp.GradScaler("cpu")  # FAULT\n{STEP}'),
     ),
     "a loop inside of autocast": ("stale_weights", INSIDE),
     "positions in half": (
