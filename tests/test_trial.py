@@ -39,7 +39,14 @@ from ampatch.doctor.rules.remedies import bound_exponent, subtract_maximum, writ
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import is_flat, learns_less
-from ampatch.doctor.text.mend import Mend, constructed, log_source, mended, normalized_source
+from ampatch.doctor.text.mend import (
+    Mend,
+    constructed,
+    log_source,
+    mended,
+    normalized_source,
+    target_source,
+)
 from ampatch.doctor.text.source import Change, changed_texts, line_before, read
 from ampatch.doctor.trial import Trial, find_break, find_what_learns
 from ampatch.doctor.words import describe_finding
@@ -237,6 +244,22 @@ def test_an_exponent_that_float32_cannot_hold_is_bounded(tmp_path):
     finding = sample_finding(op="exp", where=f"{tmp_path}/net.py:1", float32_survives=False)
     assert str(bound_exponent(finding)).endswith("y = torch.exp((2 * torch.tanh((a - b) / 2))) * c")
     assert bound_exponent(replace(finding, float32_survives=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("made", "written", "mended"),
+    [
+        ("out = torch.zeros_like(v)", "out[0] = v", "out = torch.zeros_like(v, dtype=torch.float32)"),
+        ("out = v.new_empty(3, 4)", "out[0] += v", "out = v.new_empty(3, 4, dtype=torch.float32)"),
+        ("out = torch.empty(3, dtype=v.dtype)", "out.copy_(v)", "out = torch.empty(3, dtype=torch.float32)"),
+        ("out = torch.zeros(3)", "out[0] = v", None),  # which is float32
+        ("out = net(v)", "out[0] = v", None),
+    ],
+)
+def test_what_is_written_into_is_made_float32(tmp_path, made, written, mended):
+    (tmp_path / "net.py").write_text(f"out = v\n{made}\n{written}\n")
+    change = target_source(f"{tmp_path}/net.py:3")
+    assert (change and (change.first, change.lines)) == (mended and (2, (mended,)))
 
 
 @pytest.mark.parametrize(

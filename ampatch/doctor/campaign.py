@@ -308,7 +308,7 @@ class Campaign:
 
     def can_afford(self) -> bool:
         """Says whether another run costs no more than is allowed, beside those that were made."""
-        return sum(self.spent) + max(self.spent) <= MOST_TIMES * self.spent[0] + MOST_SECONDS
+        return sum(self.spent) + self.spent[0] <= MOST_TIMES * self.spent[0] + MOST_SECONDS
 
     def _start(self, name: str, run: ScriptRun) -> Seen:
         """Runs the script in a process of its own, and returns what it left."""

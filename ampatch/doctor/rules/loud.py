@@ -290,6 +290,9 @@ RULES = (  # the first that explains a finding is its cause
     Rule(
         "magnitude",
         "{made}{limit}",
-        (do.take_logarithm, *SMALLER, do.keep, do.paste, do.divide_first, do.take_bfloat16),
+        (
+            *(do.widen_target, do.take_logarithm, *SMALLER, do.keep, do.paste),
+            *(do.divide_first, do.take_bfloat16),
+        ),
     ),
 )

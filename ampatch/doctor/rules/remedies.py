@@ -35,6 +35,7 @@ from ampatch.doctor.text.mend import (
     normalized_source,
     retyped,
     summed_source,
+    target_source,
     widened,
 )
 from ampatch.doctor.text.source import Change, lines_on_disk, place_of, statement_of
@@ -296,6 +297,12 @@ def cast_alike(finding: Finding) -> Fix | None:
     """Casts what is put into a tensor of another type."""
     change = cast_source(finding.where)
     return Paste("cast what is put there to the type of what takes it", (change,)) if change else None
+
+
+def widen_target(finding: Finding) -> Fix | None:
+    """Makes what the script writes into float32, as a buffer that has the type of what a model gives."""
+    change = target_source(finding.where) if finding.float32_survives and finding.kind == "inf" else None
+    return Paste("make what it writes into float32", (change,)) if change else None
 
 
 def pair_casts(finding: Finding) -> Fix | None:

@@ -173,6 +173,28 @@ def summed_source(where: str | None, op: str) -> Change | None:
     return None
 
 
+def target_source(where: str | None) -> Change | None:
+    """Returns the statement that makes what the one at a line writes into, with float32 for its type."""
+    source, statement = statement_of(where)
+    match statement:
+        case ast.Assign(targets=[ast.Subscript(ast.Name(name))]) | ast.AugAssign(
+            ast.Subscript(ast.Name(name))
+        ):
+            pass
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), op))) if PUTTING.match(op):
+            pass
+        case _:
+            return None
+    before = [
+        it for it in ast.walk(source.tree) if isinstance(it, ast.Assign) and it.lineno < statement.lineno
+    ]
+    for each in sorted(before, key=lambda it: -it.lineno):
+        if name in map(ast.unparse, each.targets):
+            edits, _ = made_in_float32(source, each.value)
+            return source.edited(each, edits) if edits else None
+    return None
+
+
 def made_in_float32(source: Source, made: ast.expr | None) -> tuple[list[Edit], str]:
     """Returns the edits that make a tensor in float32, as by torch.zeros, and the type that it had."""
     if not isinstance(made, ast.Call) or not isinstance(made.func, ast.Attribute):
