@@ -819,10 +819,22 @@ for step in range(3):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "many", "found"), [("bfloat16", 600, 1), ("bfloat16", 9, 0), ("float32", 600, 0)]
+    ("dtype", "many", "line", "found"),
+    [
+        ("bfloat16", 600, "", 1),
+        ("bfloat16", 9, "", 0),
+        ("float32", 600, "", 0),
+        ("bfloat16", 70, "    model.zero_grad()", 0),
+        ("bfloat16", 70, "    for it in model.parameters(): it.grad.zero_()", 0),
+    ],
 )
-def test_gradients_that_are_added_up_in_half_until_they_stay_are_told(dtype, many, found):
-    faults, *_ = look(HEAD + ACCUMULATED.format(dtype=dtype).replace("600", str(many)))
+def test_gradients_that_are_added_up_in_half_are_told_where_their_sum_is_wrong(dtype, many, line, found):
+    text = (
+        ACCUMULATED.format(dtype=dtype)
+        .replace("600", str(many))
+        .replace("    optimizer.step()", f"    {line}\n    optimizer.step()")
+    )
+    faults, *_ = look(HEAD + text)
     assert [it.op for it in faults if it.kind == LOST and it.op != "step"] == ["accumulate_grad"] * found
 
 

@@ -126,8 +126,8 @@ RULES = (
     ),
     silent(
         "lost_updates",
-        "gradients of many backward passes are added up in {dtype}, which is too coarse for it: of the last "
-        "ones {share:.0%} change nothing.",
+        "gradients of many backward passes are added up in {dtype}, which is too coarse for it: their sum is "
+        "off by {share:.0%}.",
         do.leave_own_half,
         "add them up in float32: after each backward pass master.grad += p.grad.float() and p.grad = None; "
         "opt_level O2 and O5 add them up so",

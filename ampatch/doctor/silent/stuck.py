@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
 from types import MappingProxyType
@@ -9,22 +11,24 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.places import user_line
 from ampatch.doctor.instruments.tape import Op
-from ampatch.doctor.instruments.values import is_finite, plain
+from ampatch.doctor.instruments.values import is_finite, plain, quiet
 from ampatch.doctor.silent.notes import STUCK, Notes
 from ampatch.levels.precision import HALF_TYPES
 
 FEWEST = 16  # numbers of a tensor
 MANY = 0.5  # of the numbers stay as they were
+WRONG = 0.1  # of a sum
 SOME = 0.1  # of the weights: a fault where the loss falls less than in float32
 REPEATED = 3  # attempts
 EMPTY: Mapping[str, str] = MappingProxyType({})
-ADDED = (15, 63, 255, 511)  # backward passes of an attempt, that add to gradients
+ADDED = (15, 63, 255, 511, 1023)  # backward passes of an attempt, after which gradients are looked at
 
 
 class Stuck(Instrument, amp.Observer):
@@ -35,8 +39,8 @@ class Stuck(Instrument, amp.Observer):
         self._notes, self._window = notes, window
         self._seen: defaultdict[Hashable, list[int]] = defaultdict(list)  # attempts, by where it was
         self._weights: list[tuple[Tensor, Tensor]] = []  # in half, and what a step is to change
-        self._added: list[tuple[Tensor, Tensor]] = []  # with gradients in half, and what is added to
-        self._first: dict[int, float] = {}  # how many are not 0 in the first backward pass, by parameter
+        self._sums: dict[Tensor, Tensor] = {}  # of gradients in half, by parameters
+        self._hooks: list[RemovableHandle] = []
         self._level: dict[str, str] = {}  # which has `initialize` keep no masters
         clock.undo.enter_context(amp.observe(self))
 
@@ -67,6 +71,7 @@ class Stuck(Instrument, amp.Observer):
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Counts the numbers that a step left as they were."""
+        self._forget_sums()
         if self._weights:
             stays = torch.cat([(plain(it) == before).flatten() for it, before in self._weights])
             is_due = torch.cat([plain(it.grad).flatten() != 0 for it, _ in self._weights])
@@ -76,24 +81,40 @@ class Stuck(Instrument, amp.Observer):
         self._weights = []
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
-        """Keeps the gradients in half that some backward passes are to add to."""
-        is_due = self.clock.attempt in self._window and self.clock.micro_step in ADDED
-        self._added = [(it, plain(it.grad).clone()) for it in (self._half_grads() if is_due else ())]
+        """Has what the backward passes of an attempt make added up in float32 as well."""
+        if self.clock.micro_step == 0:
+            self._forget_sums()
+            held = self.clock.models.parameters() if self.clock.attempt in self._window else ()
+            half = (it for it in held if it.dtype in HALF_TYPES and it.requires_grad and not holds_half(it))
+            self._hooks = [it.register_hook(functools.partial(self._add, it)) for it in half]
+        elif self.clock.micro_step in ADDED:  # a script, or masters, may have taken the sum by now
+            self._sums = {it: wanted for it, wanted in self._sums.items() if holds_half(it)}
+
+    def _add(self, parameter: Tensor, grad: Tensor) -> None:
+        with quiet():
+            more = plain(grad).float()
+            if parameter in self._sums:
+                self._sums[parameter] += more
+            else:
+                self._sums[parameter] = more.clone()
 
     def end_backward(self) -> None:
-        """Counts the gradients in half that a backward pass has left as they were, by those of the first."""
-        if self.clock.micro_step == 0:
-            self._first = {id(it): share_of(plain(it.grad) != 0) for it in self._half_grads()}
-        is_due = sum(self._first.get(id(it), 0.0) * it.numel() for it, _ in self._added)
-        if is_due:
-            changed = sum((plain(it.grad) != before).sum().item() for it, before in self._added)
-            dtype = name_of(self._added[0][1].dtype)
-            record = Op("accumulate_grad", "backward", None, user_line(), dtype)
-            self._count(record, 1 - changed / is_due, MANY)
+        """Compares the gradients with the sums in float32."""
+        if self.clock.micro_step not in ADDED or not self._sums:
+            return
+        pairs = [(plain(it.grad).float(), wanted) for it, wanted in self._sums.items() if holds_half(it)]
+        error = sum((have - wanted).square().sum().item() for have, wanted in pairs)
+        size = sum(wanted.square().sum().item() for _, wanted in pairs)
+        if size and math.isfinite(size):
+            record = Op(
+                "accumulate_grad", "backward", None, user_line(), name_of(next(iter(self._sums)).dtype)
+            )
+            self._count(record, math.sqrt(error / size), WRONG)
 
-    def _half_grads(self) -> list[Tensor]:
-        held = (it for it in self.clock.models.parameters() if it.grad is not None)
-        return [it for it in held if it.grad.dtype in HALF_TYPES]
+    def _forget_sums(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._sums = [], {}
 
     def _count(self, record: Op, share: float, most: float, facts: Mapping[str, str] = EMPTY) -> None:
         seen = self._seen[record.site]
@@ -102,6 +123,12 @@ class Stuck(Instrument, amp.Observer):
             if len(seen) == REPEATED:
                 more = {"share": share, "dtype": record.dtype, **facts}
                 self._notes.add("lost_updates", record, attempt=seen[0], **more)
+
+
+def holds_half(parameter: Tensor) -> bool:
+    """Says whether a parameter has a gradient in half that is not 0."""
+    grad = parameter.grad
+    return grad is not None and grad.dtype in HALF_TYPES and bool(plain(grad).any())
 
 
 def share_of(mask: Tensor, of: Tensor | None = None) -> float:
