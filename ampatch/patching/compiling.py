@@ -20,10 +20,10 @@ from torch.nn import Module
 
 from ampatch import lists
 from ampatch.casts.cast import CASTS
-from ampatch.casts.wrapper import call_uncast, wrap
+from ampatch.casts.wrapper import call_uncast, peel, wrap
 from ampatch.levels import private
+from ampatch.levels.patcher import Patcher
 from ampatch.levels.stack import PACKAGE
-from ampatch.patching.patcher import Patcher, peel
 
 logger = logging.getLogger("ampatch")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.casts.cast import CASTS
+from ampatch.levels.patcher import Patcher, SessionPatch, get_raw
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import Line, find_line
-from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 
 MOST_HALVED = 4096
 

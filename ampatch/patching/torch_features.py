@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import closing, nullcontext
 from threading import get_ident
 from types import ModuleType, SimpleNamespace
 from weakref import WeakKeyDictionary
@@ -21,8 +21,9 @@ from torch.nn import Module, Parameter
 from ampatch.casts.cast import CASTS, Call, Function
 from ampatch.casts.cast_tree import cast_to, cast_tree
 from ampatch.casts.thread import OpenForward
-from ampatch.casts.wrapper import METHODS
+from ampatch.casts.wrapper import METHODS, peel
 from ampatch.errors import AmpValueError
+from ampatch.levels.patcher import Patcher, SessionPatch, get_raw
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 from ampatch.levels.private import (
     BACKWARDS,
@@ -42,7 +43,6 @@ from ampatch.levels.private import (
 )
 from ampatch.levels.stack import is_running
 from ampatch.patching.bound_names import BoundNames
-from ampatch.patching.patcher import Patcher, SessionPatch, get_raw, peel
 
 # What `checkpoint` calls: in torch 2.14, and before.
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -496,8 +496,7 @@ class ScriptModels(SessionPatch):
         def create_script_module(model: Module, *args: object, is_tracing: bool = False, **kwargs) -> object:
             if not is_tracing:
                 self._say(model)
-            with ExitStack() as undo:
-                undo.callback((patcher := Patcher()).close)
+            with closing(Patcher()) as patcher:
                 _hide_hooks(patcher, model)
                 return original(model, *args, is_tracing=is_tracing, **kwargs)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import pkgutil
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -12,19 +14,20 @@ from types import ClassMethodDescriptorType
 from typing import TypeVar
 
 import torch
+import wrapt
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampatch import lists
 from ampatch.casts.cast import CASTS
-from ampatch.casts.wrapper import CastCounter, wrap
+from ampatch.casts.wrapper import CastCounter, peel, wrap
 from ampatch.errors import AmpTypeError, AmpValueError
+from ampatch.levels.patcher import Patcher, SessionPatch, qualify
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import wrap_closure
 from ampatch.patching import compiling
 from ampatch.patching.bound_names import BoundNames
-from ampatch.patching.patcher import Patcher, Place, SessionPatch, peel, place_rows, qualify
 from ampatch.patching.torch_features import (
     allow_fast_path,
     allow_half_input,
@@ -33,7 +36,9 @@ from ampatch.patching.torch_features import (
     patch_autocast,
     say_scripted,
 )
-from ampatch.table import Cast, Row
+from ampatch.table import Cast, CastTable, Row
+
+logger = logging.getLogger("ampatch")
 
 Result = TypeVar("Result")
 
@@ -62,6 +67,28 @@ def _begin_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None
 def _end_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     CASTS.thread.end_step(sys._getframe(1))
     CASTS.end_casts(optimizer)
+
+
+Place = tuple[object, str]  # parent, attribute
+
+
+def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, Row]]:
+    """Lists the rows of a torch version with their places, in patch order.
+
+    A row whose function this torch lacks is skipped, with a warning logged.
+    """
+    placed: list[tuple[Place, Row]] = []
+    for target, row in [(table.target, row) for table in tables for row in table.select(version).rows]:
+        module, _, rest = f"{target}.{row.name}".partition(".")
+        try:
+            pkgutil.resolve_name(target)  # imports it, where torch does so on first use
+            parent, attribute, _ = wrapt.resolve_path(module, rest)
+        except (AttributeError, ImportError):
+            said = "%s.%s: no such function in this torch; its row is skipped"
+            logger.warning(said, target, row.name)
+        else:
+            placed.append(((parent, attribute), row))
+    return placed
 
 
 class TorchPatch(SessionPatch):

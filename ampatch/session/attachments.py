@@ -15,13 +15,13 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ampatch.levels.patcher import Patcher
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import Float32Values, Shared
 from ampatch.models.model import ModelCaster, select_python
 from ampatch.patching.data_watch import DataWatch
-from ampatch.patching.patcher import Patcher
 from ampatch.patching.torch_features import BeforeGraph
 from ampatch.session.members import Members
 from ampatch.session.request import Request, unwrap_optimizer

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
+from ampatch.levels.patcher import Patcher, SessionPatch
 from ampatch.levels.private import CHECKPOINTS, explain_missing
-from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.members import Members
 from ampatch.steps.foreign_step import WholeStep
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module
 
+from ampatch.levels.patcher import Patcher, SessionPatch, get_raw
 from ampatch.levels.private import RUN_BACKWARD, graph_task
 from ampatch.levels.undo import refer
 from ampatch.models.cast_tensor import Float32Values, own_tensors
 from ampatch.models.hooks import list_tensors
-from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 from ampatch.steps.block import LateLoss, PlainBackward, ScaledLoss
 from ampatch.steps.events import Changes, Surroundings
 from ampatch.steps.foreign_step import find_hooked

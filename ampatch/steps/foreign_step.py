@@ -9,6 +9,7 @@ from types import MethodType
 
 from torch.optim import Optimizer
 
+from ampatch.levels.patcher import Patcher
 from ampatch.levels.stack import wrap_closure
 from ampatch.levels.undo import weakly
 from ampatch.steps.optimizer import AmpOptimizer
@@ -71,8 +72,7 @@ class WholeStep:
     __name__ = "step"  # by which a method pickles
 
     def __init__(self, owner: object, amp: AmpOptimizer) -> None:
-        self._owner = owner
-        self._own = vars(owner).get("step")  # what a scheduler put there
+        self._owner, self._patcher = owner, Patcher()
         self._step = owner.step  # type: ignore[attr-defined]
         self._amp: AmpOptimizer | None = amp
         if hasattr(self._step, "_wrapped_by_lr_sched"):
@@ -108,14 +108,9 @@ class WholeStep:
 
     def open(self, undo: ExitStack) -> None:
         """Takes its place; `undo` receives the way back."""
-        self._owner.step = MethodType(self, self._owner)  # type: ignore[attr-defined]
+        self._patcher.put(self._owner, "step", MethodType(self, self._owner))
         undo.callback(weakly(type(self)._close, self))  # the optimizer inside may outlive its wrapper
 
     def _close(self) -> None:
         self._amp = None
-        if getattr(vars(self._owner).get("step"), "__func__", None) is not self:
-            return
-        if self._own is None:
-            del self._owner.step  # type: ignore[attr-defined]
-        else:
-            self._owner.step = self._own  # type: ignore[attr-defined]
+        self._patcher.retry()

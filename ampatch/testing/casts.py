@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import ampatch as amp
 from ampatch.casts.catalog import Catalog
-from ampatch.patching.patcher import peel
+from ampatch.casts.wrapper import peel
 from ampatch.table import Cast
 from ampatch.testing.opening import is_open, make_model, session
 

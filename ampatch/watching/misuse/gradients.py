@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ampatch.levels.patcher import Patcher, SessionPatch
 from ampatch.levels.stack import Line, find_line
-from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.members import Members, ScaledBackwards
 from ampatch.steps.block import PlainBackward, ScaledLoss
 from ampatch.steps.optimizer import AmpOptimizer

@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ampatch.casts.cast import CASTS
 from ampatch.casts.cast_tree import cast_tree
+from ampatch.levels.patcher import Patcher, SessionPatch
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import Line
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import Shared
 from ampatch.models.rounding import Effect, find_error
-from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.members import Members
 from ampatch.session.request import Opening
 from ampatch.steps.masters import Weight, is_wrapper
@@ -124,8 +124,7 @@ def _saving_float32(save: Callable[..., object]) -> Callable[..., object]:
         part, _, name = first[0].rpartition(".")
         dtype = model.get_submodule(part).state_dict().get(name, first[1]).dtype
         typed = torch.empty(0, dtype=dtype, device=first[1].device)
-        with ExitStack() as undo:
-            undo.callback((patcher := Patcher()).close)
+        with closing(Patcher()) as patcher:
             patcher.replace(
                 model, "parameters", lambda recurse=True: itertools.chain([typed], parameters(recurse))
             )
