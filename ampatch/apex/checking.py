@@ -147,7 +147,6 @@ class ScriptReport:
 
     @property
     def broken(self) -> tuple[OldLines, ...]:
-        """What breaks on the torch, NumPy and Python that are installed."""
         return tuple(finding for finding in self.findings if finding.row.status == BREAKS)
 
 
@@ -274,7 +273,6 @@ class Modules:
 
     @functools.cached_property
     def reads_rank(self) -> bool:
-        """Whether a file reads LOCAL_RANK."""
         return any(READS_RANK.search(text.decode("latin-1")) for text in self._texts())
 
     def _find(self, module: str) -> Iterator[Path]:

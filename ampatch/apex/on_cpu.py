@@ -284,7 +284,6 @@ class Event:
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
-        """The milliseconds from here to another event."""
         return (end._seconds - self._seconds) * 1000
 
     def wait(self, *_: object) -> None:

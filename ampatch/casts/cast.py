@@ -336,7 +336,6 @@ class CastCache:
             self._drop_unowned()
 
     def _drop_unowned(self) -> None:
-        """Forgets the casts of parameters that nobody else has any more."""
         for entries in self._all[1:]:
             for key, kept in entries.copy().items():
                 if kept.is_only_here():

@@ -110,7 +110,6 @@ def is_half(value: object) -> bool:
 
 
 def _is_cast(value: object) -> bool:
-    """Whether casts are for a value: a tensor of their types, on one of their devices."""
     return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type in CASTS.device_types
 
 

@@ -21,7 +21,6 @@ LEAST_SAMPLE = 16  # elements, to tell of a copied model whether it is averaged
 
 
 def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
-    """A module's own parameters and buffers, without those of its children."""
     return [
         *module.named_parameters(recurse=False, remove_duplicate=False),
         *module.named_buffers(recurse=False, remove_duplicate=False),
@@ -183,7 +182,6 @@ class CastTensor:
         return None if module is None else find_effect(self.name, dict(own_tensors(module)), dtype)
 
     def describe(self) -> str:
-        """Names the tensor and the class of its module."""
         return f"{self.name!r} of {type(self._module()).__name__}"
 
 
@@ -221,7 +219,6 @@ def _list_tensors(module: Module) -> list[Tensor]:
 
 
 def list_parts(models: Iterable[Module]) -> list[Module]:
-    """The modules of models, each once."""
     return list({id(part): part for model in models for part in model.modules()}.values())
 
 

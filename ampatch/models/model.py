@@ -156,7 +156,6 @@ class ModelCaster:
         self._cast_ids = found.keys()
 
     def _float32_tensors(self) -> set[int]:
-        """The tensors that stay float32, by identity."""
         keeping = [inner for module in self._kept for inner in module.modules()]
         if self._policy.keep_batchnorm_fp32:
             keeping += [module for module in list_parts(self._models) if isinstance(module, _BatchNorm)]

@@ -246,7 +246,6 @@ class _Static(staticmethod):
 
 
 def _count_references(pairs: list[tuple[object, object]]) -> dict[int, int]:
-    """How many references there are to the first of each pair, by its id."""
     return {id(pair[0]): sys.getrefcount(pair[0]) for pair in pairs}
 
 

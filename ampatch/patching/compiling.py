@@ -267,7 +267,6 @@ class GraphNames:
         return lambda: self._unfollow(followed)
 
     def _unfollow(self, modules: list[weakref.ref[GraphModule]]) -> None:
-        """Generates the code of modules as it was."""
         names, self._names = self._names, {}
         for module in [alive for reference in modules if (alive := reference()) is not None]:
             module.recompile()

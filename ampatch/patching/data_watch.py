@@ -122,7 +122,6 @@ class DataWatch(SessionPatch):
         self.touched &= params
 
     def forget(self) -> None:
-        """Drops the parameters."""
         self.views.clear()
         self.watched.clear()
         self.touched.clear()

@@ -60,7 +60,6 @@ class TorchFeatures(SessionPatch):
     """Has checkpointing, transforms, overrides and compiled models work at every level but O0."""
 
     def patch(self, patcher: Patcher) -> None:
-        """Patches what these features look up."""
         keep_tables(patcher)
         patch_checkpoint(patcher)
         widen_in_transforms(patcher)
@@ -459,7 +458,6 @@ class Captures(SessionPatch):
             patcher.replace(torch.cuda.CUDAGraph, name, functools.wraps(originals[name])(function))
 
     def forget(self) -> None:
-        """Drops what replays would repeat."""
         self._open.clear()
         self._repeats.clear()
 

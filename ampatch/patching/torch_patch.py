@@ -186,13 +186,11 @@ class TorchPatch(SessionPatch):
         self.counter = self.counter or CastCounter()
 
     def forget(self) -> None:
-        """Stops casting."""
         self.counter = None
         CASTS.close()
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
-        """What users registered, in this session and before."""
         return tuple(self._registrations.values())
 
     def register(self, registration: Registration) -> None:

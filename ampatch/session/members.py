@@ -256,7 +256,6 @@ class ScaledBackwards(SessionPatch):
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was seen."""
         self.blocks: dict[int, ScaledLoss] = {}  # that are open, by id; the innermost is the last
         self._ended = deque[int](maxlen=MANY)  # the numbers of those that have ended, in their graphs
 

@@ -232,7 +232,6 @@ def suited_level(models: Iterable[object]) -> str:
 
 
 def device_types(request: Request) -> set[str]:
-    """The types of device that a call's models and optimizers live on, "cpu" or "cuda" for example."""
     return _types_of(_tensors(request))
 
 

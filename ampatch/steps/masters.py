@@ -316,7 +316,6 @@ class Weight:
             self.grad_pointer = _pointer_of(grad)
 
     def has_side(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the half one or its master, where there is one."""
         return self.master is not None and (tensor is self.half or tensor is self.master)
 
     def assign_grad(self, side: Tensor, grad: Tensor | None) -> None:

@@ -416,7 +416,6 @@ class AmpOptimizer:
         return outcome
 
     def list_groups(self) -> Collection[ProcessGroup]:
-        """The process groups whose ranks must agree on an overflow of the gradients."""
         return self.agreement.list_groups(self.params())
 
     def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:

@@ -246,7 +246,6 @@ class LossScaler:
         return is_overflow
 
     def _update(self, counts: bool = True) -> None:
-        """Updates the scale by what was carried."""
         found_inf, self._carried = self._carried, None
         self._waiting.clear()
         config = self._config

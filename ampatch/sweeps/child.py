@@ -30,7 +30,6 @@ from ampatch.tools.seeds import kept_seeds, set_seeds, shifted_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Carries out what this rank has of a `PlannedRun`, which is given as JSON."""
     carry_out(own_part(PlannedRun.from_json(arguments[0])))
 
 
@@ -70,7 +69,6 @@ def write(run: PlannedRun, meter: TrainingMeter) -> None:
 
 @contextmanager
 def conditions(run: PlannedRun, meter: TrainingMeter) -> Iterator[None]:
-    """Seeds everything, and lets the observers watch, while the context is open."""
     with ExitStack() as stack:
         stack.enter_context(amp.observe(meter))
         if run.autocast_dtype is not None:

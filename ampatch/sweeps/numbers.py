@@ -107,7 +107,6 @@ def with_exponent(value: float, digits: int) -> str:
 
 
 def trim(text: str) -> str:
-    """Returns a decimal without zeros at its end."""
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 
 

@@ -304,12 +304,10 @@ class Sweep:
 
 
 def find_level(rows: Iterable[Level], name: str | None = BASELINE) -> Level | None:
-    """Returns the level of a name, None if there is none."""
     return next((row for row in rows if row.name == name), None)
 
 
 def finished(runs: Iterable[Run], row: str | None = None) -> list[Run]:
-    """Returns the runs that came to their end, of one level if it is named."""
     return [it for it in runs if it.outcome is Ending.FINISHED and row in (None, it.row)]
 
 

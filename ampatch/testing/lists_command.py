@@ -55,7 +55,6 @@ def select(cast: str | None, target: str | None) -> dict[str, list[Row]]:
 
 
 def show_tables(tables: Mapping[str, Sequence[Row]], as_json: bool) -> None:
-    """Prints the rows of places, a heading for each."""
     if as_json:
         said = [
             {"target": place, **asdict(row), "cast": row.cast.name}

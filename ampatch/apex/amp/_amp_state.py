@@ -163,7 +163,6 @@ class AmpState(amp.Observer):
         self.handle = handle
 
     def on_uninitialize(self) -> None:
-        """Shows nothing any more."""
         for optimizer in [alive for reference in self.attached if (alive := reference()) is not None]:
             detach(optimizer)
         self.attached, self._views = [], Scalers()

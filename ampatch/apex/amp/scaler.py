@@ -122,7 +122,6 @@ class LossScaler:
     # Overflows
 
     def clear_overflow_state(self) -> None:
-        """Forgets what was written into `_overflow_buf`."""
         self._overflow_buf.zero_()
 
     def update_scale(self) -> bool:

@@ -22,7 +22,6 @@ class tofp16(Module):
     """Casts its input to float16, integers too."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns `input.half()`."""
         return input.half()
 
 
@@ -79,7 +78,6 @@ class FP16Model(Module):
         self.network = convert_network(network, dtype=torch.half)
 
     def forward(self, *inputs: object) -> object:
-        """Returns what the network makes of the inputs, cast to float16."""
         return self.network(*(item.half() if hasattr(item, "half") else item for item in inputs))
 
 

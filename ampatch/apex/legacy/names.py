@@ -157,7 +157,6 @@ class OldNames:
         self._own = vars(module).get("__getattr__")
 
     def __call__(self, name: str) -> object:
-        """Returns what an old name stands for."""
         if name in self._rows:
             row = self._rows[name]
             self._notices.warn(row)

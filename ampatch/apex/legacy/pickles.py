@@ -430,5 +430,4 @@ for _opcode in OPCODES.split():
 
 
 def load(file: IO[bytes], **options: object) -> object:
-    """Reads one pickle out of a file, as `pickle.load` does."""
     return Unpickler(file, **options).load()

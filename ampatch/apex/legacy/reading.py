@@ -188,7 +188,6 @@ def is_perhaps_bytes(node: ast.expr, names: Names) -> bool:
 
 
 def is_integral(node: ast.expr, names: Names) -> bool:
-    """Whether the lines that make a tensor show that it is of integers."""
     return True in made_of(node, names, COUNTS, INTEGERS)
 
 

@@ -38,7 +38,6 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
         return self.params[0].device
 
     def add(self, owner: Tensor, param: Tensor, grad: Tensor) -> None:
@@ -111,7 +110,6 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Updates the parameters that have gradients; returns what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

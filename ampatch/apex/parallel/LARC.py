@@ -45,7 +45,6 @@ class LARC:
 
     @property
     def param_groups(self) -> list[dict]:
-        """The param groups of the optimizer inside."""
         return self.optim.param_groups
 
     @param_groups.setter

@@ -117,7 +117,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     _ddp_init_helper = _make_reducer
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
-        """Calls the module."""
         if torch.compiler.is_dynamo_compiling():
             # It keeps hooks out of its graphs: those that are there already are enough.
             return self.module(*inputs, **kwargs)

@@ -163,7 +163,6 @@ def is_timed(row: Level) -> bool:
 
 
 def is_faster(row: Level, other: Level) -> bool:
-    """Says whether a row is faster by 2 %, and the quartiles of the two do not overlap."""
     return row.step_ms_high < other.step_ms_low and row.step_ms * FASTER <= other.step_ms
 
 
@@ -245,7 +244,6 @@ def why_slow(environment: Environment, rows: Sequence[Level]) -> str:
 
 
 def is_bfloat16(name: str) -> bool:
-    """Says whether the half type of a row is bfloat16, by its level or an option of it."""
     return "dtype=bfloat16" in name or (name[:2] in ("O4", "O5", "O6") and "dtype=float16" not in name)
 
 

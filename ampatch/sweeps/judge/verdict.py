@@ -227,7 +227,6 @@ def select_alike(own: Sequence[Run], baseline: Sequence[Run]) -> tuple[list[Run]
 
 
 def calmest(baseline: Sequence[Run]) -> Run | None:
-    """Returns the run of O0 that lost the least."""
     return min(baseline, key=lambda it: it.lost, default=None)
 
 

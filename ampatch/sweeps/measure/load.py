@@ -34,7 +34,6 @@ class Load:
         return read_times(self._stat, self._cpus) if self._stat else []
 
     def passed(self) -> tuple[float, float]:
-        """Returns the seconds since it began, and those that the processors have worked for this process."""
         return time.perf_counter() - self._wall, time.process_time() - self._ran
 
     def fields(self, steps: int) -> dict[str, float | None]:
@@ -76,7 +75,6 @@ class Load:
 
 
 def part(lost: float, had: float) -> float:
-    """Returns the part that was lost of what was wanted."""
     return lost / (lost + had) if lost > 0 else 0.0
 
 
@@ -150,7 +148,6 @@ def throttled_times(groups: Path, root: Path) -> Iterator[float]:
 
 
 def read_text(path: Path) -> str:
-    """Returns what is in a file, nothing where there is none."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -103,7 +103,6 @@ class Audit:
         sys.addaudithook(self)
 
     def __call__(self, event: str, arguments: tuple) -> None:
-        """Passes an event on."""
         if event == "open" and self.listener is not None:
             self.listener(event, arguments)
 

@@ -79,15 +79,12 @@ class Autocast(amp.Observer):
             self._exit()
 
     def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """Ends autocasting before the backward."""
         self._exit()
 
     def on_step_begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Ends autocasting before the weights change."""
         self._exit()
 
     def on_uninitialize(self) -> None:
-        """Takes everything back."""
         self.close()
 
     def close(self) -> None:

@@ -107,7 +107,6 @@ class ScaleWatch:
     # A step
 
     def had_block(self, amp: AmpOptimizer) -> bool:
-        """Whether a block has named the optimizer since its last step."""
         return id(amp) in self._had_block
 
     def check_step(self, optimizer: AmpOptimizer) -> None:

@@ -45,7 +45,6 @@ class HalfWatch(SessionPatch):
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was seen."""
         self._models: list[tuple[weakref.ref[Module], bool]] = []  # and if their half weights have masters
         self._savers: set[type] = set()  # whose save_pretrained is patched
 
@@ -483,5 +482,4 @@ class _Additions(TorchFunctionMode):
 
 
 def _place(tensor: Tensor) -> int:
-    """The memory that a tensor and its views share."""
     return 0 if tensor.is_meta or tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
