@@ -283,10 +283,10 @@ def as_expected(device: str | None, legacy: bool, unsafe_load: bool) -> Iterator
         yield
 
 
-def expect_to_the_end(**given: object) -> None:
+def expect_to_the_end(**expected: object) -> None:
     """Gives a spawned process what its parent's script expects."""
     stack = ExitStack()
-    stack.enter_context(as_expected(**given))
+    stack.enter_context(as_expected(**expected))
     atexit.register(stack.close)  # which also keeps it until then
 
 

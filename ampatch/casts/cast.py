@@ -221,12 +221,12 @@ def eligible_dtypes(values: object) -> set[torch.dtype]:
     """The types of the tensors in a tree that a cast may touch."""
     dtypes: set[torch.dtype] = set()
 
-    def note(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         if tensor.dtype in ELIGIBLE and tensor.device.type in CASTS.device_types:
             dtypes.add(tensor.dtype)
         return tensor
 
-    cast_tree(values, note)
+    cast_tree(values, collect)
     return dtypes
 
 
@@ -396,7 +396,7 @@ class CastCache:
             if key in self.entries:
                 return self.cast_plain(parameter)
         if key in self.waiting:
-            self._take_waiting(key)
+            self._reuse_waiting(key)
             if key in self.entries:
                 return self.cast_plain(parameter)
             self.waiting.pop(key, None)
@@ -431,7 +431,7 @@ class CastCache:
                 self._by_memory = {}
         return cast
 
-    def _take_waiting(self, key: int) -> None:
+    def _reuse_waiting(self, key: int) -> None:
         """Takes a cast that holds into use again, and with the first of an iteration all that do."""
         entries, waiting = self.entries, self.waiting
         keys, self._is_checked = [key] if self._is_checked else list(waiting), True

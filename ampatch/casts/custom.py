@@ -180,11 +180,11 @@ def _sums_nothing(args: tuple) -> bool:
     if not args or not isinstance(args[0], str):
         return False
     inputs, arrow, output = args[0].replace("...", ".").partition("->")
-    seen: set[str] = set()
+    indices: set[str] = set()
     shared: set[str] = set()
     for term in map(set, inputs.split(",")):
-        shared |= seen & term
-        seen |= term
+        shared |= indices & term
+        indices |= term
     return shared <= {" ", *(output if arrow else ".")}  # without an arrow only an ellipsis is kept
 
 

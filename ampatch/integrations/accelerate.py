@@ -34,8 +34,8 @@ class AcceleratorMethods:
 
     def prepare(self, *args: object, **kwargs: object) -> object:
         """Initializes models and optimizers as the attribute `amp_options` says, then prepares them."""
-        models = [it for it in args if isinstance(it, Module)]
-        optimizers = [it for it in args if isinstance(it, Optimizer) and not is_initialized(it)]
+        models = [arg for arg in args if isinstance(arg, Module)]
+        optimizers = [arg for arg in args if isinstance(arg, Optimizer) and not is_initialized(arg)]
         if optimizers and not models:
             raise amp.AmpValueError(
                 f"prepare got {type(optimizers[0]).__name__} without its model: ampatch initializes both "

@@ -80,7 +80,7 @@ def toggled(optimizers: Sequence[Optimizer]) -> Iterator[list[Optimizer]]:
     for half in halves:
         half.requires_grad_(False)
     try:
-        yield [one for one in optimizers if any(it.requires_grad for it in amp.master_params(one))]
+        yield [one for one in optimizers if any(param.requires_grad for param in amp.master_params(one))]
     finally:
         for half in halves:
             half.requires_grad_(True)

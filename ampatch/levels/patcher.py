@@ -74,11 +74,11 @@ class Patcher:
         """Undoes what can be undone, and returns what others have replaced."""
         taken = []
         for patch in reversed(self._patches):
-            found = vars(patch.parent).get(patch.attribute, _ABSENT)
-            if found is patch.previous:  # somebody has put that back
+            current = vars(patch.parent).get(patch.attribute, _ABSENT)
+            if current is patch.previous:  # somebody has put that back
                 continue
             if (
-                found is patch.replacement or found is patch.original
+                current is patch.replacement or current is patch.original
             ):  # which a patch over ours may hold by now
                 _assign(patch.parent, patch.attribute, patch.previous)
             else:

@@ -77,8 +77,8 @@ def float8_linear(
 ) -> Tensor:
     """Multiplies in float8; one operation to function modes, which torchao's tensors are not for."""
     if has_torch_function_variadic(input, weight):
-        given = input, weight, bias, mm_config, config
-        return handle_torch_function(float8_linear, (input, weight), *given)
+        arguments = input, weight, bias, mm_config, config
+        return handle_torch_function(float8_linear, (input, weight), *arguments)
     output = Product.apply(input, weight.t(), mm_config, config)
     return output if bias is None else output + bias.to(output.dtype)
 

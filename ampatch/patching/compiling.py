@@ -257,16 +257,16 @@ class GraphNames:
             place = private.QUALIFY.find_place()
             patcher.replace(*place, lambda function: self._names.get(id(function)) or original(function))
 
-    def follow(self, models: Iterable[Module]) -> Callable[[], None]:
+    def recompile(self, models: Iterable[Module]) -> Callable[[], None]:
         """Generates the code of models and their parts once more; returns the undo."""
-        followed = []
+        recompiled = []
         for module in [part for model in models for part in model.modules() if isinstance(part, GraphModule)]:
             if any(id(node.target) in self._names for node in module.graph.nodes):
                 module.recompile()
-                followed.append(weakref.ref(module))
-        return lambda: self._unfollow(followed)
+                recompiled.append(weakref.ref(module))
+        return lambda: self._restore(recompiled)
 
-    def _unfollow(self, modules: list[weakref.ref[GraphModule]]) -> None:
+    def _restore(self, modules: list[weakref.ref[GraphModule]]) -> None:
         names, self._names = self._names, {}
         for module in [alive for reference in modules if (alive := reference()) is not None]:
             module.recompile()

@@ -7,7 +7,7 @@ import logging
 import pkgutil
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from threading import get_ident
 from types import ModuleType, SimpleNamespace
@@ -75,15 +75,18 @@ def name_originals(patcher: Patcher) -> None:
     what is passed up in tables of theirs, which hold the originals.
     """
     for module in (torch.functional, torch.nn.functional, torch._tensor):
-        call = _call_with_original(module.handle_torch_function)  # type: ignore[attr-defined]
+        call = _with_original(module.handle_torch_function)  # type: ignore[attr-defined]
         patcher.replace(module, "handle_torch_function", call)
 
 
-def _call_with_original(dispatch: Function) -> Function:
-    def call(function: Function, relevant_args: Iterable[object], *args: object, **kwargs: object) -> object:
-        return dispatch(peel(function), relevant_args, *args, **kwargs)
+def _with_original(call: Function) -> Function:
+    """Has what is called with a function be called with what that was before any patch."""
 
-    return call
+    @functools.wraps(call)
+    def call_with_original(function: Function, *args: object, **kwargs: object) -> object:
+        return call(peel(function), *args, **kwargs)
+
+    return call_with_original
 
 
 def keep_tables(patcher: Patcher) -> None:
@@ -94,7 +97,7 @@ def keep_tables(patcher: Patcher) -> None:
     overrides.is_tensor_method_or_property(Tensor.add)
     REFERENCES.find(dict)()
     for name in ("resolve_name", "is_tensor_method_or_property"):
-        patcher.replace(overrides, name, _of_original(getattr(overrides, name)))
+        patcher.replace(overrides, name, _with_original(getattr(overrides, name)))
     table, keys = overrides.get_testing_overrides(), overrides.get_overridable_functions()
     places = [place for place in keys if isinstance(place, (type, ModuleType))]
 
@@ -105,14 +108,6 @@ def keep_tables(patcher: Patcher) -> None:
         return table | {wrapper: table[original] for wrapper, original in wrappers if original in table}
 
     patcher.replace(overrides, "get_testing_overrides", get_testing_overrides)
-
-
-def _of_original(look_up: Function) -> Function:
-    @functools.wraps(look_up)
-    def look_up_original(function: Function) -> object:
-        return look_up(peel(function))
-
-    return look_up_original
 
 
 def hand_over_originals(patcher: Patcher, names: BoundNames) -> None:
@@ -478,15 +473,15 @@ class ScriptModels(SessionPatch):
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_said = False
+        self._has_warned = False
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces the functions by which TorchScript gets to know another one, or a module."""
-        self._has_said = False
+        self._has_warned = False
         FIND_BUILTIN.find(len)("")  # which makes a table of torch's namespace as it is now: before any patch
         for name in FUNCTIONS_IN_SCRIPTS:
             if not name.is_missing():
-                patcher.replace(*name.find_place(), _take_original(name.find()))
+                patcher.replace(*name.find_place(), _with_original(name.find()))
         if not SCRIPT_MODULE.is_missing():
             patcher.replace(*SCRIPT_MODULE.find_place(), self._script_without_hooks(SCRIPT_MODULE.find()))
 
@@ -502,8 +497,8 @@ class ScriptModels(SessionPatch):
 
     def _say(self, model: Module) -> None:
         has_half = any(param.dtype in HALF_TYPES for param in model.parameters())
-        if not self._has_said and (has_half or CASTS.half is not None):
-            self._has_said = True
+        if not self._has_warned and (has_half or CASTS.half is not None):
+            self._has_warned = True
             logger.warning(UNCAST, f"torch.jit.script({type(model).__name__})")
 
 
@@ -513,10 +508,6 @@ def say_scripted(models: Sequence[Module]) -> None:
     scripted = [name for name, part in parts if isinstance(part, torch.jit.ScriptModule)]
     if scripted:
         logger.warning(UNCAST, f"module {scripted[0]!r} is scripted")
-
-
-def _take_original(look_up: Callable[..., object]) -> Callable[..., object]:
-    return lambda function, *args: look_up(peel(function), *args)
 
 
 def _hide_hooks(patcher: Patcher, model: Module) -> None:

@@ -84,8 +84,8 @@ def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, R
             pkgutil.resolve_name(target)  # imports it, where torch does so on first use
             parent, attribute, _ = wrapt.resolve_path(module, rest)
         except (AttributeError, ImportError):
-            said = "%s.%s: no such function in this torch; its row is skipped"
-            logger.warning(said, target, row.name)
+            text = "%s.%s: no such function in this torch; its row is skipped"
+            logger.warning(text, target, row.name)
         else:
             placed.append(((parent, attribute), row))
     return placed
@@ -131,8 +131,8 @@ class TorchPatch(SessionPatch):
         if is_first:
             self._patch(policy, trace, undo)
         say_scripted(models)
-        undo.callback(self._names.follow(models, in_modules=is_first))
-        undo.callback(self._graph_names.follow(models))
+        undo.callback(self._names.replace_in(models, in_modules=is_first))
+        undo.callback(self._graph_names.recompile(models))
         for model in models:
             # The casts of its weights keep these alive; of models that nobody gave us, for some steps more.
             finalizer = weakref.finalize(model, CASTS.forget_casts)
@@ -198,7 +198,7 @@ class TorchPatch(SessionPatch):
         self._registrations[id(registration.parent), registration.attribute] = registration
         if self._patcher is not None:
             self._bind(registration)
-            self._names.follow_everywhere()
+            self._names.replace_everywhere()
 
     def _bind(self, registration: Registration) -> None:
         assert self._patcher is not None, "bound while torch is not patched"

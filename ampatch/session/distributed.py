@@ -57,10 +57,10 @@ class DistributedPatch(SessionPatch):
             if name in sys.modules:
                 self._modules[name](patcher)
             elif not self._are_waiting:
-                wrapt.register_post_import_hook(self._take_module, name)
+                wrapt.register_post_import_hook(self._patch_module, name)
         self._are_waiting = True
 
-    def _take_module(self, module: ModuleType) -> None:
+    def _patch_module(self, module: ModuleType) -> None:
         if self._patcher is not None:
             self._modules[module.__name__](self._patcher)
 
@@ -99,8 +99,8 @@ def with_names(
 
     @functools.wraps(original)
     def call(model: Module, optimizers: Sequence[object], *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        found = filter(None, map(members.find, optimizers))
-        masters = {pair.half: pair.master for amp in found for pair in amp.masters}
+        amps = filter(None, map(members.find, optimizers))
+        masters = {pair.half: pair.master for amp in amps for pair in amp.masters}
         own = vars(model)  # past `__setattr__`, by which compiled models set attributes of what they wrap
         if not masters or "named_parameters" in own:  # the one function calls the other
             return original(model, optimizers, *args, **kwargs)

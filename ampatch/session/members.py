@@ -100,11 +100,11 @@ class Members:
     def find(self, optimizer: object) -> AmpOptimizer | None:
         """Returns what is kept for an optimizer, or for the one that a trainer has wrapped."""
         find = self._optimizers.get(id(optimizer))
-        found = None if find is None else find()
-        if found is not None and optimizer is found.optimizer:  # as nearly always
-            return found
-        found = self._find(optimizer)
-        return found or next(filter(None, map(self._find, _look_through(optimizer)[1:])), None)
+        amp = None if find is None else find()
+        if amp is not None and optimizer is amp.optimizer:  # as nearly always
+            return amp
+        amp = self._find(optimizer)
+        return amp or next(filter(None, map(self._find, _look_through(optimizer)[1:])), None)
 
     def _find(self, optimizer: object) -> AmpOptimizer | None:
         find = self._optimizers.get(id(optimizer))
@@ -293,8 +293,8 @@ class ScaledBackwards(SessionPatch):
                 self._adopt_others(scaled[-1])
                 return run(tensors, grad_tensors, *args, **kwargs)
             if (scale := self._find_late(roots)) is not None:
-                for tell in self._around.events.late_backward_begins:
-                    tell(None)
+                for callback in self._around.events.late_backward_begins:
+                    callback(None)
                 with LateLoss(scale, self._around, self._members.optimizers(of_thread=get_ident())):
                     return run(tensors, grad_tensors, *args, **kwargs)
             plain = PlainBackward(grad_tensors is None and _are_tensors(roots), self.list_open())
@@ -303,16 +303,16 @@ class ScaledBackwards(SessionPatch):
             amps = [] if plain.blocks else self._members.optimizers(of_thread=get_ident())
             for amp in amps:
                 amp.begin_plain_backward()
-            for tell in self._around.events.plain_backward_begins:
-                tell(plain)
+            for callback in self._around.events.plain_backward_begins:
+                callback(plain)
             try:
                 return run(tensors, grad_tensors, *args, **kwargs)
             finally:
                 for amp in amps:
                     if amp.phase is Phase.READ:  # and has no masters
                         amp.end_backward()
-                for tell in self._around.events.plain_backward_ended:
-                    tell(plain)
+                for callback in self._around.events.plain_backward_ended:
+                    callback(plain)
 
         return backward
 
@@ -333,8 +333,8 @@ class ScaledBackwards(SessionPatch):
 
     def _find_scaled(self, roots: object) -> list[ScaledLoss]:
         """The open blocks whose scaled losses a backward begins at, or at what came of them."""
-        found = self.list_open() if _are_tensors(roots) else []
-        return [block for block in found if leads_to(roots, block.scaled)]
+        blocks = self.list_open() if _are_tensors(roots) else []
+        return [block for block in blocks if leads_to(roots, block.scaled)]
 
 
 def _are_tensors(roots: object) -> TypeGuard[Sequence[Tensor]]:
@@ -352,10 +352,10 @@ def leads_to(roots: Sequence[Tensor], scaled: Tensor) -> bool:
 def walk(roots: Sequence[Tensor], first: int) -> Iterator[Node]:
     """Yields the nodes of a graph, but for those before the `first` number: they are numbered in order."""
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         yield node
         inner = {one for one, _ in node.next_functions if one is not None and one._sequence_nr() >= first}
-        waiting += inner - seen
-        seen |= inner
+        waiting += inner - visited
+        visited |= inner

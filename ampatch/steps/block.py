@@ -93,8 +93,8 @@ class ScaledLoss(NotYetScaled):
         if not scale.is_identity:
             self.scaled = scale.scale(loss)
             around.begin_scaled_block(self)
-        for tell in around.events.block_begins:
-            tell(self)
+        for callback in around.events.block_begins:
+            callback(self)
         return self.scaled
 
     def _prepare(self) -> Scale:
@@ -196,15 +196,15 @@ class ScaledLoss(NotYetScaled):
         except BaseException:  # Ctrl-C, say: some gradients may still be scaled
             self._close(self._discard)
             raise
-        for tell in self.around.events.block_ended if self.scaled is not None else ():
-            tell(self)
+        for callback in self.around.events.block_ended if self.scaled is not None else ():
+            callback(self)
 
     def _close(self, settle: Callable[[], None] | None = None) -> None:
         self.is_over = True
         try:
             self.around.end_block()
-            for tell in self.around.events.block_ends:
-                tell(self)
+            for callback in self.around.events.block_ends:
+                callback(self)
             if not self.scale.is_identity:
                 self.around.end_scaled_block(self)
             if settle is not None and not self._is_plain:
@@ -267,11 +267,11 @@ class LateLoss(ScaledLoss):
 
     def __init__(self, scale: Scale, around: Surroundings, thread_optimizers: Iterable[AmpOptimizer]) -> None:
         super().__init__(torch.zeros(()), (), scale.scaler, around, scale=scale)
-        self._found = thread_optimizers
+        self._thread_optimizers = thread_optimizers
 
     def __enter__(self) -> Tensor:
         self._capture, self._is_plain, self._around = None, False, graph_task()
-        self.adopt(self._found)
+        self.adopt(self._thread_optimizers)
         return self.loss
 
     def _finish(self, *_: object, **__: object) -> BackwardOutcome | None:
@@ -284,4 +284,4 @@ class PlainBackward:
 
     is_whole: bool  # whether it begins at tensors, and no gradients are given, which may be scaled
     blocks: Sequence[ScaledLoss]
-    notes: list = field(default_factory=list)  # of who hears of it
+    before: list = field(default_factory=list)  # what who hears of it has seen before it

@@ -112,7 +112,7 @@ class SkipStep:
         if self._hidden:
             self._hidden = []
         if self._put is not None:
-            self._take_away(optimizer)
+            self._remove_found_inf(optimizer)
 
     def skip_after_overflow(self, optimizer: Optimizer, outcomes: list[BackwardOutcome]) -> None:
         """Has the step that begins change nothing if any outcome is an overflow."""
@@ -137,7 +137,7 @@ class SkipStep:
     def end(self, optimizer: Optimizer) -> None:
         """Puts hidden gradients back."""
         if self._put is not None:
-            self._take_away(optimizer)
+            self._remove_found_inf(optimizer)
         if self._hidden:
             for param, grad in self._hidden:
                 param.grad = grad
@@ -149,7 +149,7 @@ class SkipStep:
         self._put = both, theirs
         optimizer.found_inf = both  # type: ignore[attr-defined]
 
-    def _take_away(self, optimizer: Optimizer) -> None:
+    def _remove_found_inf(self, optimizer: Optimizer) -> None:
         put, self._put = self._put, None
         if put is not None and vars(optimizer).get("found_inf") is put[0]:
             del optimizer.found_inf  # type: ignore[attr-defined]
@@ -431,7 +431,7 @@ class AmpOptimizer:
     # A step
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
-        """Prepares a step; the hook that runs before `optimizer.step`. `masters.take_writes` must follow.
+        """Prepares a step; the hook that runs before `optimizer.step`. `masters.adopt_writes` must follow.
 
         A class that calls the `step` of its base class runs the hooks of both: the outer ones count.
         """
@@ -441,8 +441,8 @@ class AmpOptimizer:
         with lock.mutex:
             lock.step = sys._getframe(1)
         self.thread = get_ident()
-        for tell in self._events.step_begins:
-            tell(self)
+        for callback in self._events.step_begins:
+            callback(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
         self._captured = captured = self.around.capture()
@@ -462,7 +462,7 @@ class AmpOptimizer:
         self._skip.end(optimizer)  # what an overflow before has hidden is the closure's to clear
         self.pending, self.last_outcomes = self.last_outcomes, []
         result = closure()
-        self.masters.take_edits()
+        self.masters.adopt_edits()
         self._before_update(optimizer)
         return result
 
@@ -491,18 +491,18 @@ class AmpOptimizer:
             self.masters.end_step(optimizer)
         self._lock.step = None
         if self._captured is None:
-            for tell in self._events.step_ended:
-                tell(self)
+            for callback in self._events.step_ended:
+                callback(self)
         else:
             capture_step(self, self._captured)
 
     def repeat_step(self) -> None:
         """Notes that a step ran in a CUDA graph that was replayed."""
-        for tell in self._events.step_begins:
-            tell(self)
+        for callback in self._events.step_begins:
+            callback(self)
         self.last_outcomes, self.pending = self.pending, []
-        for tell in self._events.step_ended:
-            tell(self)
+        for callback in self._events.step_ended:
+            callback(self)
 
     def show_grads(self) -> None:
         """Puts the gradients back that a skipped step has hidden."""
@@ -518,7 +518,7 @@ class AmpOptimizer:
         self.settle()
         self.grads.share()
         drop_after_overflow(self.optimizer, [*self.params(), *self.masters.model_params()], self.pending)
-        self.masters.take_edits()
+        self.masters.adopt_edits()
 
 
 logger = logging.getLogger("ampatch")

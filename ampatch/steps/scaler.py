@@ -134,9 +134,9 @@ class LossScaler:
         self._config = config
         self.is_dynamic = isinstance(config, DynamicLossScale)  # whether the scale follows overflows
         self._bounds = (config.floor, config.ceiling) if isinstance(config, DynamicLossScale) else (0, 0)
-        self._note_identity()
+        self._update_identity()
 
-    def _note_identity(self) -> None:
+    def _update_identity(self) -> None:
         # Whether scaling changes nothing, now and later: a static scale of 1.
         self.is_identity = self._number == 1.0 and not self.is_dynamic
 
@@ -282,7 +282,7 @@ class LossScaler:
         """Sets the scale; raises AmpValueError or AmpTypeError for anything but a number above 0."""
         validate_scale("loss scale", value)
         self._number = float(value)
-        self._note_identity()
+        self._update_identity()
         self._scale.fill_(self._number)
         self._current: Scale | None = None if self.is_dynamic else Scale(self, self._number)
 
@@ -385,7 +385,7 @@ class BackwardOutcome:
         """Returns 1 if any pass overflowed, else 0, on the device of the first."""
         # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
         first, *others = [outcome.found_inf for outcome in outcomes]
-        return functools.reduce(torch.maximum, [found.to(first.device) for found in others], first)
+        return functools.reduce(torch.maximum, [found_inf.to(first.device) for found_inf in others], first)
 
     def poll(self) -> tuple[bool, float, float] | None:
         """Returns what `read` does if it has reached the host, else None; never waits."""
@@ -445,16 +445,16 @@ class Agreement:
 def list_meshes(tensors: Iterable[Tensor]) -> list[dist.DeviceMesh]:
     """Returns the device meshes that tensors are on, each once; a plain tensor is on none."""
     others = [tensor for tensor in tensors if type(tensor) is not Parameter]  # to ask those takes longest
-    found = [getattr(tensor, "device_mesh", None) for tensor in others]
-    return list({id(mesh): mesh for mesh in found if mesh is not None}.values())
+    meshes = [getattr(tensor, "device_mesh", None) for tensor in others]
+    return list({id(mesh): mesh for mesh in meshes if mesh is not None}.values())
 
 
 def _select_groups(
-    meshes: Iterable[dist.DeviceMesh], given: dist.ProcessGroup | None
+    meshes: Iterable[dist.DeviceMesh], named: dist.ProcessGroup | None
 ) -> list[dist.ProcessGroup]:
     own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]  # those that this rank is in
     groups = [mesh.get_group(dim) for mesh in own for dim in range(mesh.ndim)]
-    groups += [] if given is None else [given]
+    groups += [] if named is None else [named]
     by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for group in groups:  # dimension by dimension on every rank, or a found_inf does not reach all of a mesh
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), group)

@@ -26,7 +26,7 @@ from ampatch.sweeps.results import to_plain
 from ampatch.sweeps.rows import Ending, Run
 from ampatch.sweeps.runner import NO_STEPS, own_part
 from ampatch.tools.process import Stop
-from ampatch.tools.seeds import kept_seeds, set_seeds, shifted_seeds
+from ampatch.tools.seeds import restored_seeds, set_seeds, shifted_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -51,10 +51,10 @@ def carry_out(run: PlannedRun) -> None:
     except EnoughSteps:
         return
     except Exception as error:
-        meter.note_error(error)
+        meter.record_error(error)
         if os.getpid() == process:
-            said = [line.replace("ampatch run", "ampatch sweep") for line in advice(run.script, error)]
-            text = "; ".join([line_of(error), *said])
+            hints = [line.replace("ampatch run", "ampatch sweep") for line in advice(run.script, error)]
+            text = "; ".join([line_of(error), *hints])
             run.file("raised").write_text(text, encoding="utf-8", errors="backslashreplace")
         raise
     finally:
@@ -117,7 +117,7 @@ class FunctionRunner:
         return Run(**run.identity(), **facts, ended=time.time_ns(), **measured)
 
     def _call(self, run: PlannedRun, meter: TrainingMeter) -> Exception | None:
-        with kept_seeds():
+        with restored_seeds():
             try:
                 with amp.override(**run.overrides), conditions(run, meter):
                     try:
@@ -129,6 +129,6 @@ class FunctionRunner:
             except EnoughSteps:
                 return None
             except Exception as error:
-                meter.note_error(error)
+                meter.record_error(error)
                 return error
         return None

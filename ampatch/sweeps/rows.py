@@ -224,7 +224,11 @@ class Level:
         if self.speed is not None:
             parts.append(numbers.ratio(self.speed))
         values = [("loss", self.loss), *self.metrics.items()]
-        parts += [f"{name} {numbers.short(it.value)}" for name, it in values if it.value is not None]
+        parts += [
+            f"{name} {numbers.short(distance.value)}"
+            for name, distance in values
+            if distance.value is not None
+        ]
         return "  ".join([*parts, ": ".join(filter(None, (self.verdict, self.reason)))])
 
 
@@ -308,7 +312,7 @@ def find_level(rows: Iterable[Level], name: str | None = BASELINE) -> Level | No
 
 
 def finished(runs: Iterable[Run], row: str | None = None) -> list[Run]:
-    return [it for it in runs if it.outcome is Ending.FINISHED and row in (None, it.row)]
+    return [run for run in runs if run.outcome is Ending.FINISHED and row in (None, run.row)]
 
 
 # ---- Short names of rows, for tables and charts: a level has its own, variants are V1, V2 and so on ----
@@ -334,10 +338,10 @@ def abbreviate(text: str, keys: Mapping[str, str]) -> str:
     variants = sorted((name for name, key in keys.items() if name != key), key=len, reverse=True)
     if not variants:
         return text
-    return re.sub("|".join(map(re.escape, variants)), lambda found: keys[found[0]], text)
+    return re.sub("|".join(map(re.escape, variants)), lambda match: keys[match[0]], text)
 
 
 def metric_names(rows: Sequence[Level], runs: Iterable[Run]) -> list[str]:
     """Returns the names of all metrics of levels and runs, in the order in which they come."""
-    found = [name for row in rows for name in row.metrics]
-    return list(dict.fromkeys(found + [name for run in runs for name in run.metrics]))
+    names = [name for row in rows for name in row.metrics]
+    return list(dict.fromkeys(names + [name for run in runs for name in run.metrics]))

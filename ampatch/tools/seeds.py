@@ -33,7 +33,7 @@ def set_seeds(seed: int) -> None:
 
 
 @contextmanager
-def kept_seeds() -> Iterator[None]:
+def restored_seeds() -> Iterator[None]:
     """Has everything draw after the block what it would have drawn without it."""
     python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

@@ -298,7 +298,7 @@ class FP16_Optimizer(MasterOptimizer):
             )
 
     def _update(self, step: Closure) -> object:
-        self._masters.take_edits()
+        self._masters.adopt_edits()
         result = step()
         self.loss_scaler.update_scale(False)
         self._are_scaled = None

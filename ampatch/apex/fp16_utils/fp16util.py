@@ -153,10 +153,10 @@ def to_python_float(t: Tensor | Sequence[float]) -> float:
 Pick = Callable[[Tensor, Tensor | None], Tensor | None]  # of what is stepped and, for a master, its half
 
 
-def lists_of(what: str, pick: Pick) -> tuple[property, property]:
+def lists_of(description: str, pick: Pick) -> tuple[property, property]:
     """Makes properties of `MasterLists`: some of the parameters by param group, and in one list."""
-    by_group = property(lambda self: self._pick(pick, by_group=True), doc=f"{what}, by param group.")
-    in_one = property(lambda self: [*chain(*self._pick(pick, by_group=False))], doc=f"{what}.")
+    by_group = property(lambda self: self._pick(pick, by_group=True), doc=f"{description}, by param group.")
+    in_one = property(lambda self: [*chain(*self._pick(pick, by_group=False))], doc=f"{description}.")
     return by_group, in_one
 
 

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from ampatch.apex.changes import ProgramChanges, is_library, script_frame, wrap
 from ampatch.apex.legacy import rows
-from ampatch.apex.legacy.finding import (
+from ampatch.apex.legacy.names import Notices, Places, put_back_names, script_place, warned
+from ampatch.apex.legacy.patterns import (
     KEYWORD,
     LIBROSA,
     POSITIONAL,
@@ -33,9 +34,8 @@ from ampatch.apex.legacy.finding import (
     find_rank,
     librosa_wants_names,
 )
-from ampatch.apex.legacy.gone import fft
-from ampatch.apex.legacy.loading import Loads
-from ampatch.apex.legacy.names import Notices, Places, put_back_names, script_place, warned
+from ampatch.apex.legacy.removed import fft
+from ampatch.apex.legacy.safe_load import Loads
 from ampatch.apex.legacy.tensors import LegacyMode, init_at_port, take_byte_mask
 from ampatch.levels.private import MASK_CHECKS
 
@@ -225,14 +225,14 @@ def parse_rank(
     has_argv = words == argv or (argv and argv in (words[: len(argv)], words[-len(argv) :]))
     if not has_argv and not isinstance(args, Rest):
         return parse(self, words, namespace)
-    said = {word.partition("=")[0] for word in words}
+    passed = {word.partition("=")[0] for word in words}
     filled: list[argparse.Action] = []
     with ProgramChanges() as changes:
         for parser in parsers(self):
             own = [action for action in parser._actions if is_rank(action)]
-            filled += (each for each in own if give_rank(changes, each, said, namespace))
+            filled += (each for each in own if give_rank(changes, each, passed, namespace))
             options = parser._option_string_actions
-            for word in (RANKS & said).difference(options) if own else ():
+            for word in (RANKS & passed).difference(options) if own else ():
                 options[word] = own[0]
                 changes.callback(options.pop, word)
                 filled.append(own[0])
@@ -263,10 +263,10 @@ def is_rank(action: argparse.Action) -> bool:
     return bool(action.option_strings) and "local_rank" in names
 
 
-def give_rank(changes: ProgramChanges, action: argparse.Action, said: Set[str], namespace: object) -> bool:
+def give_rank(changes: ProgramChanges, action: argparse.Action, passed: Set[str], namespace: object) -> bool:
     """Has LOCAL_RANK be the value of an option that is not said; returns whether a rank has another there."""
     rank = os.environ.get("LOCAL_RANK")
-    if not rank or said & {*action.option_strings, *RANKS} or hasattr(namespace, action.dest):
+    if not rank or passed & {*action.option_strings, *RANKS} or hasattr(namespace, action.dest):
         return False
     is_alone = rank != "0" or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
     if is_alone and str(action.default) == rank and not action.required:
@@ -279,16 +279,16 @@ def give_rank(changes: ProgramChanges, action: argparse.Action, said: Set[str], 
 def put_rank_first(notices: Notices, source: bytes, path: str) -> None:
     """Gives `sys.argv` the rank as launchers did, for a script that looks there without argparse."""
     words, text = sys.argv[1:], source.decode("latin-1")
-    said = [word for word in words[:1] if word.startswith("--local-rank=")]
-    rank = said[0].partition("=")[2] if said else os.environ.get("LOCAL_RANK")
+    options = [word for word in words[:1] if word.startswith("--local-rank=")]
+    rank = options[0].partition("=")[2] if options else os.environ.get("LOCAL_RANK")
     is_done = not rank or READS_RANK.search(text) or any(word.startswith("--local_rank") for word in words)
     is_none = not re.search("local[-_]rank", text) or OPTION.search(text)
     if is_done or is_none or is_library(path):
         return
     with suppress(SyntaxError, ValueError):
         spelled = next(filter(None, map(find_rank, ast.walk(ast.parse(source)))), None)
-        if spelled and said != [word := f"{spelled}={rank}"]:
-            sys.argv[1 : 1 + len(said)] = [word]
+        if spelled and options != [word := f"{spelled}={rank}"]:
+            sys.argv[1 : 1 + len(options)] = [word]
             notices.warn(rows.RANK, os.path.relpath(path))
 
 

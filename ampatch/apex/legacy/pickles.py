@@ -125,14 +125,14 @@ def read_function(place: type, name: str) -> Callable:
     return getattr(place, name)
 
 
-def name_of(thing: object) -> str:
+def name_of(value: object) -> str:
     """Returns the dotted name of a class or function, or of the class of anything else."""
-    named = thing if isinstance(thing, (type, types.FunctionType, types.BuiltinFunctionType)) else type(thing)
-    return f"{named.__module__}.{named.__qualname__}"
+    kind = value if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def named(*things: object) -> dict[str, object]:
-    return {f"{thing.__module__}.{thing.__qualname__}": thing for thing in things}
+def named(*values: object) -> dict[str, object]:
+    return {f"{value.__module__}.{value.__qualname__}": value for value in values}
 
 
 # Classes whose objects hold data.
