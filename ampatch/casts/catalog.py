@@ -276,7 +276,7 @@ class Name:
         if self.cast is None:
             return LevelEffect(policy.opt_level, "float32", half, native, "no row")
         lower = half if self.dtype is None else name_dtype(self.dtype)
-        float32, of_half, mixed = {
+        float32, half_input, mixed = {
             Cast.LOWER: (lower, lower, lower),
             Cast.FP32: ("float32", "float32", "float32"),
             Cast.PROMOTE: ("float32", half, "float32"),
@@ -288,7 +288,7 @@ class Name:
         because = f"patched: {self.cast.name}"
         if policy.float8_recipe is not None and self.path.rpartition(".")[2] == "linear":
             because += "; float8 in large nn.Linear, see amp.explain(model)"
-        return LevelEffect(policy.opt_level, float32, of_half, mixed, because)
+        return LevelEffect(policy.opt_level, float32, half_input, mixed, because)
 
     def heading(self) -> str:
         """What happens to its arguments where functions are patched."""

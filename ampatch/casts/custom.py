@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from types import FrameType
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casts.cast import CASTS, is_recorded
+from ampatch.casts.cast import CASTS, Function, is_recorded
 from ampatch.casts.cast_tree import TensorCast, cast_tree
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
-
-Function = Callable[..., object]
 
 _PACKAGES = ("torch", "ampatch")
 _WRAPPERS = ("ampatch.casts.wrapper", "ampatch.patching.torch_features")

@@ -6,7 +6,6 @@ import html
 import importlib
 import importlib.util
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,11 +19,10 @@ from ampatch.levels.float8 import EMULATE, INSTALL, emulates, find_recipe
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.ranks import is_sharded
+from ampatch.levels.stack import logger
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import list_parts
 from ampatch.models.float32_parts import SINGLE_TYPES, Keep, inner_ids, select_named
-
-logger = logging.getLogger("ampatch")
 
 IN_FLOAT8 = "float8"
 LATE = "it was added after initialize, or is a copy of a layer that is not in float8"

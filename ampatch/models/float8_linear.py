@@ -36,8 +36,8 @@ class Product(Torchaos):  # type: ignore[misc]  # torchao has no types
             if not torch.is_grad_enabled():
                 return Torchaos.backward(ctx, grad)
             input, weight = ctx.saved_tensors
-            of_weight = input.reshape(-1, len(weight)).t() @ grad.reshape(-1, weight.shape[1])
-            return grad @ weight.t().to(grad.dtype), of_weight.to(weight.dtype), None, None
+            weight_grad = input.reshape(-1, len(weight)).t() @ grad.reshape(-1, weight.shape[1])
+            return grad @ weight.t().to(grad.dtype), weight_grad.to(weight.dtype), None, None
 
 
 class Float8Linear(TorchaoLinear):  # type: ignore[misc]

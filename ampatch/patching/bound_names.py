@@ -135,14 +135,14 @@ class Search:
     def search_modules(self) -> None:
         """Looks through the names of loaded modules: of the user's, and of packages that use torch."""
         modules = list(sys.modules.items())
-        of_torch = {id(module) for path, module in modules if path.partition(".")[0] == "torch"}
-        of_torch.update(self._replacements)
+        torch_ids = {id(module) for path, module in modules if path.partition(".")[0] == "torch"}
+        torch_ids.update(self._replacements)
         for path, module in modules:
             if _is_left_alone(path) or not issubclass(type(module), ModuleType):
                 continue
             names = _read_globals(module)
             is_package = _is_installed(names) and path != "__main__"
-            if is_package and of_torch.isdisjoint(map(id, list(names.values()))):
+            if is_package and torch_ids.isdisjoint(map(id, list(names.values()))):
                 continue  # asked first: it is quick, and true of most
             if self._is_searched(path):
                 depth = 0 if path.startswith(_SEARCHED_IN_TORCH) else _MAX_DEPTH

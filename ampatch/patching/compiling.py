@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import operator
 import sys
 import weakref
@@ -23,9 +22,7 @@ from ampatch.casts.cast import CASTS
 from ampatch.casts.wrapper import call_uncast, peel, wrap
 from ampatch.levels import private
 from ampatch.levels.patcher import Patcher
-from ampatch.levels.stack import PACKAGE
-
-logger = logging.getLogger("ampatch")
+from ampatch.levels.stack import PACKAGE, logger
 
 
 def _matmul(left: object, right: object) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import pkgutil
 import sys
 from collections import OrderedDict
@@ -41,7 +40,7 @@ from ampatch.levels.private import (
     has_function_modes,
     is_transformed,
 )
-from ampatch.levels.stack import is_running
+from ampatch.levels.stack import is_running, logger
 from ampatch.patching.bound_names import BoundNames
 
 # What `checkpoint` calls: in torch 2.14, and before.
@@ -461,8 +460,6 @@ UNCAST = (
     "%s: scripted code runs uncast, in the types that its weights and inputs have; "
     "torch.jit.trace and torch.export of an initialized model keep the casts"
 )
-
-logger = logging.getLogger("ampatch")
 
 
 class ScriptModels(SessionPatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import pkgutil
 import sys
 import weakref
@@ -25,7 +24,7 @@ from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.patcher import Patcher, SessionPatch, qualify
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.levels.stack import wrap_closure
+from ampatch.levels.stack import logger, wrap_closure
 from ampatch.patching import compiling
 from ampatch.patching.bound_names import BoundNames
 from ampatch.patching.torch_features import (
@@ -37,8 +36,6 @@ from ampatch.patching.torch_features import (
     say_scripted,
 )
 from ampatch.table import Cast, CastTable, Row
-
-logger = logging.getLogger("ampatch")
 
 Result = TypeVar("Result")
 

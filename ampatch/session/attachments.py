@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ampatch.levels.patcher import Patcher
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.ranks import select_sharded
+from ampatch.levels.stack import logger
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import Float32Values, Shared
 from ampatch.models.model import ModelCaster, select_python
@@ -30,8 +30,6 @@ from ampatch.steps.foreign_step import WholeStep, needs_whole_step
 from ampatch.steps.gradients import WatchForward, validate_sharded
 from ampatch.steps.masters import MasterParams, Weight
 from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
-
-logger = logging.getLogger("ampatch")
 
 OnJoin = Callable[[Sequence[Tensor]], None]  # takes parameters that join an optimizer
 

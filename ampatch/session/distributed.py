@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -19,13 +18,13 @@ from torch.optim import Optimizer
 from ampatch.errors import AmpError
 from ampatch.levels.patcher import Patcher, SessionPatch
 from ampatch.levels.private import CHECKPOINTS, explain_missing
+from ampatch.levels.stack import logger
 from ampatch.session.members import Members
 from ampatch.steps.foreign_step import WholeStep
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.join import Join
 
-logger = logging.getLogger("ampatch")
 
 # Modules that are patched once somebody imports them (it may take a second): the place of each that changes.
 JOIN = "torch.distributed.algorithms.join"

@@ -114,7 +114,7 @@ class Members:
         is_one = optimizer is amp.optimizer or optimizer is amp.find_outer()  # ids are used again
         return amp if is_one or any(optimizer is one for one in amp.masters.optimizers) else None
 
-    def optimizers(self, *, of_thread: int | None = None) -> list[AmpOptimizer]:
+    def optimizers(self, *, thread: int | None = None) -> list[AmpOptimizer]:
         """What is kept for the optimizers; or for those that a thread uses.
 
         One that no thread has used yet is any thread's, unless others train: then it may be theirs.
@@ -125,11 +125,11 @@ class Members:
             amp = find()
             if amp is not None:
                 amps[amp] = None
-        if of_thread is None:
+        if thread is None:
             return list(amps)
         for amp in amps:
-            others_train |= amp.thread not in (None, of_thread)
-        own = (of_thread,) if others_train else (None, of_thread)
+            others_train |= amp.thread not in (None, thread)
+        own = (thread,) if others_train else (None, thread)
         return [amp for amp in amps if amp.thread in own]
 
     def count(self) -> int:
@@ -225,7 +225,7 @@ class MasterBackwards(SessionPatch):
                     return run(*args, **kwargs)
                 finally:
                     self._changes.count += 1
-            amps = self._members.optimizers(of_thread=get_ident())
+            amps = self._members.optimizers(thread=get_ident())
             for amp in amps:
                 if amp.masters.pairs:
                     amp.begin_backward()
@@ -295,12 +295,12 @@ class ScaledBackwards(SessionPatch):
             if (scale := self._find_late(roots)) is not None:
                 for callback in self._around.events.late_backward_begins:
                     callback(None)
-                with LateLoss(scale, self._around, self._members.optimizers(of_thread=get_ident())):
+                with LateLoss(scale, self._around, self._members.optimizers(thread=get_ident())):
                     return run(tensors, grad_tensors, *args, **kwargs)
             plain = PlainBackward(grad_tensors is None and _are_tensors(roots), self.list_open())
             for block in plain.blocks:
                 block.release()
-            amps = [] if plain.blocks else self._members.optimizers(of_thread=get_ident())
+            amps = [] if plain.blocks else self._members.optimizers(thread=get_ident())
             for amp in amps:
                 amp.begin_plain_backward()
             for callback in self._around.events.plain_backward_begins:
@@ -319,7 +319,7 @@ class ScaledBackwards(SessionPatch):
     def _adopt_others(self, block: ScaledLoss) -> None:
         """Has a block unscale what its loss is about to make for optimizers that it does not name."""
         if self._members.count() > len(block.optimizers) and block.scale.capture is None:
-            block.adopt(self._members.optimizers(of_thread=get_ident()))
+            block.adopt(self._members.optimizers(thread=get_ident()))
 
     def _find_late(self, roots: object) -> Scale | None:
         """The scale of a block that has ended, if a backward begins at what came of the loss that it yielded.

@@ -218,10 +218,10 @@ def make_scalers(request: Request, first_id: int) -> list[LossScaler]:
 
 
 def _tensors(request: Request) -> list[Tensor]:
-    of_models = [param for model in request.models for param in model.parameters()]
+    params = [param for model in request.models for param in model.parameters()]
     optimizers = [unwrap_optimizer(outer) for outer in request.optimizers]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return of_models + [param for group in groups for param in group["params"]]
+    return params + [param for group in groups for param in group["params"]]
 
 
 def suited_level(models: Iterable[object]) -> str:

@@ -17,6 +17,7 @@ from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale
 from ampatch.levels.policy import Policy
 from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
 from ampatch.levels.ranks import find_rank, say
+from ampatch.levels.stack import logger
 from ampatch.models.cast_tensor import Shared, list_parts
 from ampatch.models.float8 import describe
 from ampatch.models.float32_parts import select_named
@@ -41,8 +42,6 @@ from ampatch.steps.events import Callbacks, Changes, Surroundings
 from ampatch.steps.masters import fit_states
 from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
 from ampatch.steps.scaler import BackwardOutcome, LossScaler
-
-logger = logging.getLogger("ampatch")
 
 
 class Session(Surroundings):
@@ -389,8 +388,8 @@ class Announcer(SessionListener):
                 continue
             first = next((outcome.loss_id for outcome in outcomes if outcome.read()[0]), None)
             if first is not None:
-                of_it = [outcome.read() for outcome in outcomes if outcome.loss_id == first]
-                say(format_overflow(first - self._first_loss(first), of_it[0][1], of_it[-1][2]))
+                numbers = [outcome.read() for outcome in outcomes if outcome.loss_id == first]
+                say(format_overflow(first - self._first_loss(first), numbers[0][1], numbers[-1][2]))
         self._unannounced = waiting
 
 

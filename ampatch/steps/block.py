@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.events import Surroundings
 from ampatch.steps.optimizer import AmpOptimizer, Phase
 from ampatch.steps.scaler import BackwardOutcome, LossScaler, Scale
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class NotYetScaled:
@@ -248,7 +245,7 @@ class ScaledLoss(NotYetScaled):
 
     def _finish(self, found_inf: Tensor, agrees: bool, knows_loss: bool) -> BackwardOutcome:
         """Has the scale follow, where the ranks can agree on an overflow."""
-        groups: dict[ProcessGroup, None] = {}
+        groups: dict[torch.distributed.ProcessGroup, None] = {}
         if agrees and has_ranks():
             for optimizer in self.optimizers:
                 groups |= dict.fromkeys(optimizer.list_groups())

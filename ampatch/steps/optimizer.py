@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 import functools
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,16 +19,13 @@ from torch.optim import Optimizer
 from ampatch.errors import AmpError
 from ampatch.levels.policy import Policy
 from ampatch.levels.ranks import has_ranks
-from ampatch.levels.stack import is_running, wrap_closure
+from ampatch.levels.stack import is_running, logger, wrap_closure
 from ampatch.levels.undo import refer
 from ampatch.steps.captured import CapturedBlock, CapturedGrads, capture_step, enter_capture
 from ampatch.steps.events import Surroundings
 from ampatch.steps.gradients import EarlierGrads, LocalGrads, MasterGrads, find_grads, scale_again
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.scaler import Agreement, BackwardOutcome, LossScaler, Scale
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Phase(enum.Enum):
@@ -415,7 +411,7 @@ class AmpOptimizer:
         self.pending.append(outcome)
         return outcome
 
-    def list_groups(self) -> Collection[ProcessGroup]:
+    def list_groups(self) -> Collection[torch.distributed.ProcessGroup]:
         return self.agreement.list_groups(self.params())
 
     def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
@@ -519,9 +515,6 @@ class AmpOptimizer:
         self.grads.share()
         drop_after_overflow(self.optimizer, [*self.params(), *self.masters.model_params()], self.pending)
         self.masters.adopt_edits()
-
-
-logger = logging.getLogger("ampatch")
 
 
 def drop_after_overflow(

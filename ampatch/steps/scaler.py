@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -18,9 +17,6 @@ from ampatch.errors import AmpError
 from ampatch.levels.loss_scale import DynamicLossScale, LossScale, parse_loss_scale, validate_scale
 from ampatch.levels.private import check_and_unscale_, group_by_kind, update_scale_
 from ampatch.levels.ranks import has_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 NEVER = 2**31 - 1  # a growth interval that no tracker reaches
 
@@ -114,7 +110,7 @@ class LossScaler:
         self._waiting: WeakSet[BackwardOutcome] = WeakSet()  # what these returned, while somebody keeps it
         self._last: BackwardOutcome | None = None
         self._was_asked = False
-        self._groups: Sequence[ProcessGroup] = ()  # of gradients that were unscaled by hand
+        self._groups: Sequence[dist.ProcessGroup] = ()  # of gradients that were unscaled by hand
         self.set_scale(config.init_scale if isinstance(config, DynamicLossScale) else config.value)
 
     def __getstate__(self) -> dict[str, object]:
@@ -184,7 +180,7 @@ class LossScaler:
         update: bool = True,
         counts: bool = True,
         capture: object = None,
-        groups: Collection[ProcessGroup] = (),
+        groups: Collection[dist.ProcessGroup] = (),
     ) -> BackwardOutcome:
         """Ends a backward pass: updates the scale by `found_inf` and returns what happened.
 

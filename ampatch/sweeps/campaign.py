@@ -91,9 +91,9 @@ class SweepCampaign:
 
         Ranks are not: they would stop at different steps, and wait for each other.
         """
-        of_all = run.row in LEVELS and run.row != BASELINE and not self._plan.settings.in_full
+        may_be_cut = run.row in LEVELS and run.row != BASELINE and not self._plan.settings.in_full
         origin = [run for run in finished(self.records, BASELINE) if run.processor_ms]
-        if not of_all or run.nproc_per_node or not origin:
+        if not may_be_cut or run.nproc_per_node or not origin:
             return None
         seconds = max((run.training.ended - run.training.began) / 1e9 for run in origin)
         busy = max(run.steps * run.processor_ms / 1000 for run in origin)

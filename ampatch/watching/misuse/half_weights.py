@@ -369,11 +369,11 @@ def _list_untrained(model: Module) -> dict[str, Tensor]:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     # At O3, or with keep_batchnorm_fp32=False, who asks for half statistics gets them.
     norms = [part for part in model.modules() if isinstance(part, _BatchNorm)]
-    of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
     return {
         name: tensor
         for name, tensor in tensors
-        if tensor.dtype in HALF_TYPES and id(tensor) not in of_norms and not _is_out_of_reach(tensor)
+        if tensor.dtype in HALF_TYPES and id(tensor) not in statistics and not _is_out_of_reach(tensor)
     }
 
 
