@@ -203,14 +203,14 @@ def with_device(environment: Environment, runs: Iterable[Run]) -> Environment:
     return replace(environment, device=next((run.device for run in runs if run.device != "cpu"), "cpu"))
 
 
-def find_half_flags(path: Path = CPUS) -> str | None:
+def find_half_flags() -> str | None:
     """Returns the instructions for half types that Linux says the CPU has, None elsewhere."""
-    words = set(read_text(path).split())
+    words = set(read_text(CPUS).split())
     return ", ".join(flag for flag in HALF_FLAGS if flag in words) if words else None
 
 
-def find_cpu(path: Path = CPUS) -> str:
+def find_cpu() -> str:
     """Returns the name of the CPU, as Linux knows it or else as Python does."""
-    lines = [line.partition(":") for line in read_text(path).splitlines()]
+    lines = [line.partition(":") for line in read_text(CPUS).splitlines()]
     names = [value.strip() for name, _, value in lines if name.strip() in ("model name", "Model", "cpu")]
     return next(filter(None, [*names, platform.processor(), platform.machine()]), "unknown")

@@ -189,7 +189,7 @@ def compare_values(distances: Iterable[tuple[str, Distance]]) -> tuple[Verdict, 
     return Verdict.UNSURE, f"{text}, which one seed cannot tell from chance: --seeds 3"
 
 
-def write_distance(distance: Distance, origin: str = BASELINE) -> str:
+def write_distance(distance: Distance) -> str:
     """Writes a value and how far it is from where it is compared with.
 
     >>> write_distance(Distance(0.9512, 0.9594, -4.1, 0.002, "seeds"))
@@ -202,7 +202,7 @@ def write_distance(distance: Distance, origin: str = BASELINE) -> str:
         far = numbers.percent(abs(distance.value / distance.baseline - 1))
     else:
         far = f"{numbers.signed(abs(distance.spreads)).removeprefix('+')} spreads"
-    return f"{numbers.short(distance.value)}, {far} {side} {origin}"
+    return f"{numbers.short(distance.value)}, {far} {side} {BASELINE}"
 
 
 # ---- Conditions: which runs can be compared in speed ----
