@@ -277,7 +277,6 @@ def _read_globals(module: ModuleType) -> dict[str, object]:
 
 
 def _is_installed(names: Mapping[str, object]) -> bool:
-    """Whether these are the names of a module of an installed package."""
     file = str(names.get("__file__"))
     return "site-packages" in file or "dist-packages" in file
 

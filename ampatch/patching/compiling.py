@@ -91,7 +91,6 @@ def _skip_own_frames(eval_frame: ModuleType, done: set[str]) -> None:
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of those that it makes."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -248,7 +247,6 @@ class GraphNames:
             self._names.setdefault(id(original), ".".join(filter(None, place)))
 
     def open(self, patcher: Patcher) -> None:
-        """Replaces the function that names functions in generated code."""
         original = private.QUALIFY.find()
         if original is not None:
             place = private.QUALIFY.find_place()

@@ -131,7 +131,6 @@ def hand_over_originals(patcher: Patcher, names: BoundNames) -> None:
 
 
 def _list_values(args: tuple, kwargs: dict) -> list:
-    """Arguments, and what is in lists and tuples among them."""
     values = [*args, *kwargs.values()]
     return [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
 

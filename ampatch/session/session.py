@@ -339,7 +339,6 @@ def format_banner(policy: Policy) -> str:
 
 
 def format_overflow(loss_id: int, before: float, after: float) -> str:
-    """The line for one skipped step."""
     scale = f"reducing loss scale to {after}" if after < before else f"keeping loss scale at {after}"
     return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"
 
@@ -352,7 +351,6 @@ class Announcer(SessionListener):
         self.session_closed(None)
 
     def session_closed(self, _: None) -> None:
-        """Lets everything be said again."""
         self._unannounced: list[Sequence[BackwardOutcome]] = []  # of each step what led to it
         self._said_slow = False
 

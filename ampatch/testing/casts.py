@@ -245,7 +245,6 @@ class _Check:
 
 
 def _floating(arguments: Arguments) -> list[Tensor]:
-    """The tensors that may be cast."""
     kinds = (torch.float32, torch.float64, *HALVES)
     return [each for each in tree_leaves(arguments) if isinstance(each, Tensor) and each.dtype in kinds]
 

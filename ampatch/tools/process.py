@@ -99,7 +99,6 @@ class Stop:
         return self.signal is not None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Takes a signal."""
         if self:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)

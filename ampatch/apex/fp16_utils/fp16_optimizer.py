@@ -77,7 +77,6 @@ class MasterOptimizer(MasterLists, Optimizer):
         return [group["params"] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict) -> None:
-        """Adds a param group to the inner optimizer, and makes masters for its half parameters."""
         self.optimizer.add_param_group(param_group)
         self._make_masters()
 

@@ -452,7 +452,6 @@ class _Additions(TorchFunctionMode):
         self._written: set[str] = set()
 
     def find(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of the tensors; `tensors` are those of the model afterwards."""
         now = {name: self._find_source(tensors.get(name)) for name in self._sizes}
         return [name for name, source in now.items() if name in self._written or source == name]
 
