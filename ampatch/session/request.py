@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from ampatch.steps.events import Listener
 from ampatch.steps.foreign_step import find_hooked
 from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
 from ampatch.steps.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # One statement each: type checkers see none of them in an assignment of several.
 Models = TypeVar("Models", bound=Module | Sequence[Module])
@@ -91,7 +88,7 @@ class Request:
     keep_fp32: tuple[Keep, ...]
     float8_layers: tuple[Keep, ...]
     allow_half_params: bool
-    process_group: ProcessGroup | None
+    process_group: torch.distributed.ProcessGroup | None
     options: Mapping[str, object]  # of listeners, by the name of the argument; they read and check them
 
 
@@ -110,7 +107,7 @@ class Opening:
 SessionListener = Listener[Opening, ScaledLoss, AmpOptimizer, PlainBackward]
 
 
-def parse_process_group(value: object) -> ProcessGroup | None:
+def parse_process_group(value: object) -> torch.distributed.ProcessGroup | None:
     """Reads what `initialize` was given; raises AmpTypeError for what is no group that this rank is in."""
     dist = torch.distributed
     if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
