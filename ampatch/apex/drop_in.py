@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 import ampatch
-import ampatch as amp
 from ampatch import __version__
 from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.missing import EXTENSION_NAMES, explain
@@ -383,7 +382,7 @@ class ApexFinder(MetaPathFinder):
 
     def override(self, overrides: dict[str, object]) -> None:
         """Gives `initialize` these arguments until `uninstall`, here and in children."""
-        self._changes.enter_context(amp.override(**overrides))
+        self._changes.enter_context(ampatch.override(**overrides))
         self._overrides.update(overrides)
 
     def uninstall(self) -> None:

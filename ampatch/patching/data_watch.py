@@ -71,14 +71,14 @@ class DataWatch(SessionPatch):
         original = get_raw(Tensor, "data")
 
         def read(tensor: Tensor) -> Tensor:
-            self._mark_touched(tensor)
+            self._expect_write(tensor)
             data = original.__get__(tensor)
             if self.views and id(tensor) in self.views:
                 self.views[id(tensor)].append(data)
             return data
 
         def write(tensor: Tensor, value: Tensor) -> None:
-            self._mark_touched(tensor)
+            self._expect_write(tensor)
             if isinstance(value, Tensor) and value.dtype in HALF_TYPES and tensor.dtype is torch.float32:
                 self._record_halved(tensor)
             original.__set__(tensor, value)
@@ -101,7 +101,7 @@ class DataWatch(SessionPatch):
 
         patcher.replace(torch.utils, "swap_tensors", swap_tensors)
 
-    def _mark_touched(self, tensor: Tensor) -> None:
+    def _expect_write(self, tensor: Tensor) -> None:
         if isinstance(tensor, Parameter):
             CASTS.forget(tensor)
         else:
