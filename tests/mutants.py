@@ -87,7 +87,7 @@ steps/optimizer.py | not self.earlier.pairs | (False) | puts nothing back: slowe
 steps/scaler.py | self._current is None | (True) | copies a number: slower
 steps/scaler.py | 31 | (32) | a number that no tracker reaches either
 watching/alarms/watch.py | self.judge is None or self.jud | (self.judge is None) | judges more: slower
-watching/observers.py | return kind in self._said | return None | it is said once all the same: slower
+watching/observers.py | return kind in self._warned | return None | it is said once all the same: slower
 """
 PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)),

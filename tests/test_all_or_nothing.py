@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch as amp
-from ampatch.patching.patcher import Patcher
+from ampatch.levels.patcher import Patcher
 from nets import FULL, X, make_trained, train
 from pictures import unchanged
 

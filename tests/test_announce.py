@@ -11,7 +11,7 @@ from torch import nn
 import ampatch as amp
 from ampatch.apex import amp as apex
 from ampatch.apex.fp16_utils import FP16_Optimizer
-from ampatch.apex.legacy.mending import legacy
+from ampatch.apex.legacy.compat import legacy
 from ampatch.session.session import SESSION
 from apex_rows import shows
 from helpers import scaled_backward

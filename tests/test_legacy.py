@@ -24,10 +24,10 @@ import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.checking import check_file
-from ampatch.apex.legacy import gone
 from ampatch.apex.legacy import open_legacy as legacy
-from ampatch.apex.legacy.finding import find_cause
+from ampatch.apex.legacy import removed
 from ampatch.apex.legacy.names import Places
+from ampatch.apex.legacy.patterns import find_cause
 from ampatch.apex.legacy.rows import BREAKS, CLAMP, MASK, NAMES, PATTERNS
 from ampatch.apex.on_cpu import on_cpu
 from ampatch.apex.script import compile_source
@@ -572,7 +572,7 @@ def test_a_warning_of_an_old_name_names_the_line_that_says_it():
 @pytest.mark.parametrize("correct_bias", [True, False])
 def test_the_adamw_of_transformers_steps_as_it_did(correct_bias):
     weight = torch.tensor([1.0, -2.0], requires_grad=True)
-    optimizer = gone.AdamW([weight], 0.1, (0.8, 0.9), 0.01, 0.3, correct_bias)
+    optimizer = removed.AdamW([weight], 0.1, (0.8, 0.9), 0.01, 0.3, correct_bias)
     w, mean, square = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0]
     for step, grads in enumerate([(0.5, 3.0), (-1.0, 0.25), (2.0, 1.0)], 1):
         weight.grad = torch.tensor(grads)
@@ -589,32 +589,34 @@ def test_the_adamw_of_transformers_steps_as_it_did(correct_bias):
 
 def test_old_functions_compute_what_they_did():
     x = torch.randn(2, 6, dtype=torch.float64)
-    whole = torch.view_as_complex(gone.rfft(x, 1))
+    whole = torch.view_as_complex(removed.rfft(x, 1))
     assert np.allclose(whole.numpy(), np.fft.rfft(x.numpy()))
-    assert torch.allclose(gone.irfft(gone.rfft(x, 2, True), 2, True, signal_sizes=(2, 6)), x)
-    assert torch.allclose(gone.irfft(gone.rfft(x, 1, onesided=False), 1, onesided=False), x)
+    assert torch.allclose(removed.irfft(removed.rfft(x, 2, True), 2, True, signal_sizes=(2, 6)), x)
+    assert torch.allclose(removed.irfft(removed.rfft(x, 1, onesided=False), 1, onesided=False), x)
     square = x[:, :2] + 2 * torch.eye(2)
-    solution, _ = gone.solve(x, square)
+    solution, _ = removed.solve(x, square)
     assert torch.allclose(square @ solution, x)
-    orthogonal, upper = gone.qr(x)
+    orthogonal, upper = removed.qr(x)
     assert torch.allclose(orthogonal @ upper, x)
-    assert gone.qr(x.T, some=False)[0].shape == (6, 6)
+    assert removed.qr(x.T, some=False)[0].shape == (6, 6)
     squared = square @ square.T
-    assert torch.allclose(gone.cholesky(squared), gone.cholesky(squared, True).T)
-    assert np.allclose(gone.cholesky(squared).numpy(), np.linalg.cholesky(squared.numpy()))
-    assert gone.escape("<'\">&") == "&lt;'\"&gt;&amp;"
-    assert gone.escape("<'\">&", quote=True) == "&lt;'&quot;&gt;&amp;"
+    assert torch.allclose(removed.cholesky(squared), removed.cholesky(squared, True).T)
+    assert np.allclose(removed.cholesky(squared).numpy(), np.linalg.cholesky(squared.numpy()))
+    assert removed.escape("<'\">&") == "&lt;'\"&gt;&amp;"
+    assert removed.escape("<'\">&", quote=True) == "&lt;'&quot;&gt;&amp;"
     symmetric = square + square.T
-    values, vectors = gone.symeig(symmetric, eigenvectors=True)
+    values, vectors = removed.symeig(symmetric, eigenvectors=True)
     assert np.allclose(values.numpy(), np.linalg.eigvalsh(symmetric.numpy()))
     assert torch.allclose(symmetric @ vectors, vectors * values)
-    assert gone.symeig(symmetric)[1].numel() == 0
+    assert removed.symeig(symmetric)[1].numel() == 0
     pairs = torch.view_as_real(torch.fft.fft(x))
-    assert torch.allclose(gone.ifft(gone.fft(pairs, 1, True), 1, True), pairs)
-    assert np.allclose(torch.view_as_complex(gone.fft(pairs, 1)).numpy(), np.fft.fft(np.fft.fft(x.numpy())))
-    assert gone.linear_assignment(np.array([[4, 1], [2, 3]])).tolist() == [[0, 1], [1, 0]]
-    assert gone.in1d([[1, 2], [3, 4]], [2, 3]).tolist() == [False, True, True, False]
-    assert gone.getargspec(lambda a, b=2: a).defaults == (2,)
+    assert torch.allclose(removed.ifft(removed.fft(pairs, 1, True), 1, True), pairs)
+    assert np.allclose(
+        torch.view_as_complex(removed.fft(pairs, 1)).numpy(), np.fft.fft(np.fft.fft(x.numpy()))
+    )
+    assert removed.linear_assignment(np.array([[4, 1], [2, 3]])).tolist() == [[0, 1], [1, 0]]
+    assert removed.in1d([[1, 2], [3, 4]], [2, 3]).tolist() == [False, True, True, False]
+    assert removed.getargspec(lambda a, b=2: a).defaults == (2,)
 
 
 @pytest.mark.process

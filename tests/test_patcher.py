@@ -11,7 +11,7 @@ from torch import nn
 
 import ampatch as amp
 from ampatch import lists
-from ampatch.patching.patcher import Patcher
+from ampatch.levels.patcher import Patcher
 from ampatch.table import FP32, LOWER, CastTable, Row
 from patched import open_session
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from ampatch.patching.patcher import Patcher
+from ampatch.levels.patcher import Patcher
 from ampatch.session.session import SESSION
 from apex_rows import shows
 from helpers import scaled_backward

@@ -12,7 +12,7 @@ from torch import nn
 
 import ampatch as amp
 from ampatch import lists
-from ampatch.patching.patcher import Patcher
+from ampatch.levels.patcher import Patcher
 from ampatch.session.session import SESSION
 from ampatch.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE
 from ampatch.testing import TorchSnapshot, assert_casts, parametrize_rows, session

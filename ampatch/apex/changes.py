@@ -15,7 +15,7 @@ from types import FrameType, ModuleType
 import torch
 
 import ampatch
-from ampatch.patching.patcher import Patcher
+from ampatch.levels.patcher import Patcher
 
 OURS = os.path.dirname(ampatch.__file__)
 LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))

@@ -30,10 +30,10 @@ from ampatch.apex.drop_in import (
     public_names,
 )
 from ampatch.apex.legacy import rows
-from ampatch.apex.legacy.finding import READS_RANK, OldLines, parse, read
-from ampatch.apex.legacy.finding import ROOTS as LEGACY
-from ampatch.apex.legacy.reading import Names, Use, is_of
+from ampatch.apex.legacy.patterns import READS_RANK, OldLines, parse, read
+from ampatch.apex.legacy.patterns import ROOTS as LEGACY
 from ampatch.apex.legacy.rows import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS
+from ampatch.apex.legacy.source_names import Names, Use, is_of
 from ampatch.apex.missing import explain
 
 SUMMARY = "list what a script uses of apex, what in it breaks today or needs CUDA, and what to do about it"
@@ -46,7 +46,6 @@ MAKES_BYTES = re.compile(rb"\.byte\(\)|torch\.uint8|ByteTensor")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `ampatch check` accepts."""
     parser.add_argument(
         "paths", metavar="PATH", nargs="+", help="a script (and what it imports from its folder), or a folder"
     )
@@ -147,7 +146,6 @@ class ScriptReport:
 
     @property
     def broken(self) -> tuple[OldLines, ...]:
-        """What breaks on the torch, NumPy and Python that are installed."""
         return tuple(finding for finding in self.findings if finding.row.status == BREAKS)
 
 
@@ -177,10 +175,10 @@ def check_file(path: Path, modules: Modules | None = None) -> ScriptReport:
 
 def expected_of(error: SyntaxError | ValueError) -> str:
     """Says what to do about a file that is not in the language of this Python."""
-    said, line = str(getattr(error, "msg", error)), getattr(error, "text", None) or ""
+    message, line = str(getattr(error, "msg", error)), getattr(error, "text", None) or ""
     if isinstance(error, TabError):
         return "no Python 3 takes tabs and spaces mixed like this: expand the tabs in your editor"
-    if any(word in said for word in PYTHON_2) or LINE_OF_PYTHON_2.search(line):
+    if any(word in message for word in PYTHON_2) or LINE_OF_PYTHON_2.search(line):
         return "this is Python 2: convert it by 2to3, which Python 3.12 still has"
     version = ".".join(map(str, sys.version_info[:2]))
     return f"expected a script that Python {version} can parse: mend the line, or leave the file out"
@@ -245,15 +243,15 @@ class Modules:
         self._folders = own_roots(self._script)
         self._roots = LEGACY - (own_names(self._script.parent) - ROOTS)
         self._exported: dict[Path, Mapping[str, str]] = {}
-        self.files = [*(visible_files(path) if self._is_folder else self.follow())]
+        self.files = [*(visible_files(path) if self._is_folder else self._follow_imports())]
 
-    def follow(self) -> Iterator[Path]:
+    def _follow_imports(self) -> Iterator[Path]:
         """Yields the script and the files that it imports, and so on, each once; runs nothing."""
-        waiting, seen = [self._script], set()
+        waiting, visited = [self._script], set()
         while waiting:
             path = waiting.pop(0)
-            if path.resolve() not in seen:
-                seen.add(path.resolve())
+            if path.resolve() not in visited:
+                visited.add(path.resolve())
                 yield path
                 waiting += imported_files(path, self._find)
 
@@ -274,7 +272,6 @@ class Modules:
 
     @functools.cached_property
     def reads_rank(self) -> bool:
-        """Whether a file reads LOCAL_RANK."""
         return any(READS_RANK.search(text.decode("latin-1")) for text in self._texts())
 
     def _find(self, module: str) -> Iterator[Path]:

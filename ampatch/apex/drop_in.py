@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 import ampatch
-import ampatch as amp
 from ampatch import __version__
 from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.missing import EXTENSION_NAMES, explain
@@ -205,7 +204,6 @@ def find_fault(spec: ModuleSpec) -> str | None:
 
 
 def is_real_installed() -> bool:
-    """Whether there is an apex of NVIDIA's to import."""
     spec = find_elsewhere("apex", None)
     return spec is not None and is_nvidias(spec)
 
@@ -384,7 +382,7 @@ class ApexFinder(MetaPathFinder):
 
     def override(self, overrides: dict[str, object]) -> None:
         """Gives `initialize` these arguments until `uninstall`, here and in children."""
-        self._changes.enter_context(amp.override(**overrides))
+        self._changes.enter_context(ampatch.override(**overrides))
         self._overrides.update(overrides)
 
     def uninstall(self) -> None:
@@ -444,7 +442,6 @@ def is_import() -> bool:
 
 
 def distributions_elsewhere() -> Iterator[Distribution]:
-    """Yields the distributions called apex that are installed."""
     context = DistributionFinder.Context(name="apex")
     for finder in sys.meta_path:
         if hasattr(finder, "find_distributions") and not isinstance(finder, ApexFinder):

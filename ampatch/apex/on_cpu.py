@@ -98,7 +98,6 @@ class CpuMode(TorchFunctionMode):
 
 
 def start_mapped(start: Callable, /, thread: Thread) -> None:
-    """Starts a thread that maps devices, too."""
     thread.run = wrap(thread.run, run_mapped)  # type: ignore[method-assign]
     start(thread)
 
@@ -117,13 +116,11 @@ def answer_scripts(function: Callable, answer: Callable, /, *args: object, **kwa
 def change_arguments(
     function: Callable, change: Callable[[str, object], object], /, *args: object, **kwargs: object
 ) -> object:
-    """Calls a function whose keyword arguments, and the first one, are changed."""
     args = (change("", args[0]), *args[1:]) if args else args
     return function(*args, **{name: change(name, value) for name, value in kwargs.items()})
 
 
 def to_gloo(name: str, value: object) -> object:
-    """Returns gloo for the backend of GPUs, and None for a GPU."""
     if name == "device_id":
         return None
     return "gloo" if name in ("", "backend") and isinstance(value, str) and "nccl" in value else value
@@ -158,7 +155,7 @@ def on_cpu() -> Iterator[None]:
     """
     with ProgramChanges() as changes, CpuMode():
         changes.show_warnings_in_script()
-        for replacements in (of_cuda(), of_copies(), of_others(), of_distributed()):
+        for replacements in (replace_cuda(), replace_copies(), replace_others(), replace_distributed()):
             for owner, name, value in replacements:
                 changes.set_attribute(owner, name, value)
         changes.set_class(torch.version, Version)
@@ -168,7 +165,7 @@ def on_cpu() -> Iterator[None]:
             getattr(torch.get_device_module, "cache_clear", bool)()  # it has learned that CUDA is the CPU
 
 
-def of_cuda() -> Iterator[Replacement]:
+def replace_cuda() -> Iterator[Replacement]:
     """Yields what stands for functions, classes and types of torch.cuda."""
     cuda = torch.cuda
     chosen = Chosen()
@@ -177,7 +174,8 @@ def of_cuda() -> Iterator[Replacement]:
             yield place, name, wrap(getattr(place, name), answer_scripts, lambda *_, a=ANSWERS[name], **__: a)
     for place, number in ((torch.backends.cudnn, CUDNN_VERSION), (cuda.nccl, NCCL_VERSION)):
         yield place, "version", wrap(place.version, answer_scripts, lambda number=number: number)
-    yield cuda, "device_count", wrap(cuda.device_count, answer_scripts, count_devices)
+    count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    yield cuda, "device_count", wrap(cuda.device_count, answer_scripts, count)
     yield cuda, "current_device", wrap(cuda.current_device, answer_scripts, chosen.number)
     yield cuda, "set_device", wrap(cuda.set_device, answer_scripts, chosen.choose)
     for place in (cuda.nvtx, cuda.profiler):
@@ -194,7 +192,7 @@ def of_cuda() -> Iterator[Replacement]:
     yield from ((cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor")) for kind in TYPES)
 
 
-def of_copies() -> Iterator[Replacement]:
+def replace_copies() -> Iterator[Replacement]:
     """Yields what stands for functions that copy from GPU to GPU."""
     yield from ((torch.nn.parallel.comm, name, function) for name, function in COMM.items())
     yield from ((torch.nn.parallel, name, function) for name, function in PARALLEL.items())
@@ -202,7 +200,7 @@ def of_copies() -> Iterator[Replacement]:
         yield getattr(scatter_gather, name), "apply", staticmethod(function)
 
 
-def of_others() -> Iterator[Replacement]:
+def replace_others() -> Iterator[Replacement]:
     """Yields what stands for other functions of torch that know of GPUs."""
     yield Thread, "start", wrap(Thread.start, start_mapped)
     yield Tensor, "record_stream", lambda *_: None  # which takes no stream but its own
@@ -218,7 +216,7 @@ def of_others() -> Iterator[Replacement]:
         yield torch, name, wrap(getattr(torch, name), change_arguments, lambda _, value: to_cpu(value))
 
 
-def of_distributed() -> Iterator[Replacement]:
+def replace_distributed() -> Iterator[Replacement]:
     """Yields what makes process groups of gloo where a script asks for nccl."""
     yield DistributedDataParallel, "__init__", wrap(DistributedDataParallel.__init__, init_on_cpu)
     distributed = torch.distributed
@@ -235,10 +233,6 @@ def of_distributed() -> Iterator[Replacement]:
 # ---- What stands in for names of torch.cuda that do something ----
 
 CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.6", 90500, (2, 21, 5)
-
-
-def count_devices() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 class Version(ModuleType):
@@ -284,7 +278,6 @@ class Event:
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
-        """The milliseconds from here to another event."""
         return (end._seconds - self._seconds) * 1000
 
     def wait(self, *_: object) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import ampatch as amp
 from ampatch import OPT_LEVELS, apex
 from ampatch.apex.legacy import rows
-from ampatch.apex.legacy.finding import find_cause
+from ampatch.apex.legacy.patterns import find_cause
 from ampatch.apex.script import Script, find_script, level_overrides
 from ampatch.levels.loss_scale import parse_loss_scale
 from ampatch.levels.overrides import find_level, parse_half

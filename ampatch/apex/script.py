@@ -107,16 +107,13 @@ class Script:
         return start_of_spec(importer.find_spec("__main__"))
 
 
-def find_script(arguments: argparse.Namespace, also: str = "") -> Script:
-    """Returns the script that options name; raises AmpValueError if there is none, or two.
-
-    `also` says what may be given beside one.
-    """
+def find_script(arguments: argparse.Namespace) -> Script:
+    """Returns the script that options name; raises AmpValueError if there is none, or two."""
     named = [name for name in (arguments.module, arguments.script) if name is not None]
     if len(named) > 1:
         raise AmpValueError(f"-m {arguments.module} and {arguments.script!r}: expected one of them{HINT}")
     if not named or not named[0]:
-        raise AmpValueError(f"no script: expected a Python script, or -m and a module{also}")
+        raise AmpValueError("no script: expected a Python script, or -m and a module")
     device = getattr(arguments, "device", None)
     flags = {name: bool(getattr(arguments, name, None)) for name in ("legacy", "unsafe_load")}
     return Script(named[0], arguments.script_arguments, arguments.module is not None, device, **flags)
@@ -250,7 +247,6 @@ def can_be_found(name: str) -> bool:
 
 
 def find_on(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Asks the finders of sys.meta_path, one after the other."""
     specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
     return next((spec for spec in specs if spec is not None), None)
 
@@ -283,10 +279,10 @@ def as_expected(device: str | None, legacy: bool, unsafe_load: bool) -> Iterator
         yield
 
 
-def expect_to_the_end(**given: object) -> None:
+def expect_to_the_end(**expected: object) -> None:
     """Gives a spawned process what its parent's script expects."""
     stack = ExitStack()
-    stack.enter_context(as_expected(**given))
+    stack.enter_context(as_expected(**expected))
     atexit.register(stack.close)  # which also keeps it until then
 
 

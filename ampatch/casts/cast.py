@@ -70,7 +70,6 @@ class CastState:
         return "CASTS"
 
     def get_cache(self, dtype: torch.dtype) -> CastCache:
-        """Returns the cache of casts to `dtype`, made on first use."""
         if dtype not in self._caches:
             self._caches[dtype] = CastCache(dtype, self.thread, self.is_on_device)
         return self._caches[dtype]
@@ -92,7 +91,6 @@ class CastState:
             cache.forget_memory(tensor)
 
     def clear_cache(self) -> None:
-        """Forgets every cached cast, and begins an iteration."""
         self._graphs.clear()
         self.forget_casts()
 
@@ -221,12 +219,12 @@ def eligible_dtypes(values: object) -> set[torch.dtype]:
     """The types of the tensors in a tree that a cast may touch."""
     dtypes: set[torch.dtype] = set()
 
-    def note(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         if tensor.dtype in ELIGIBLE and tensor.device.type in CASTS.device_types:
             dtypes.add(tensor.dtype)
         return tensor
 
-    cast_tree(values, note)
+    cast_tree(values, collect)
     return dtypes
 
 
@@ -336,7 +334,6 @@ class CastCache:
             self._drop_unowned()
 
     def _drop_unowned(self) -> None:
-        """Forgets the casts of parameters that nobody else has any more."""
         for entries in self._all[1:]:
             for key, kept in entries.copy().items():
                 if kept.is_only_here():
@@ -397,7 +394,7 @@ class CastCache:
             if key in self.entries:
                 return self.cast_plain(parameter)
         if key in self.waiting:
-            self._take_waiting(key)
+            self._reuse_waiting(key)
             if key in self.entries:
                 return self.cast_plain(parameter)
             self.waiting.pop(key, None)
@@ -432,7 +429,7 @@ class CastCache:
                 self._by_memory = {}
         return cast
 
-    def _take_waiting(self, key: int) -> None:
+    def _reuse_waiting(self, key: int) -> None:
         """Takes a cast that holds into use again, and with the first of an iteration all that do."""
         entries, waiting = self.entries, self.waiting
         keys, self._is_checked = [key] if self._is_checked else list(waiting), True

@@ -68,7 +68,7 @@ class Catalog:
         elif "." not in path and not paths and path in dict(lists.AUTOCAST_WITHOUT_ROW):
             paths = [path]  # of autocast's lists: an op that has no name in Python
         elif "." in path or not paths:
-            raise AmpValueError(self._what_it_is(text, path))
+            raise AmpValueError(self._explain_unknown(text, path))
         return Explanation(text, tuple(map(self.describe, paths)))
 
     def describe(self, path: str) -> Name:
@@ -82,11 +82,11 @@ class Catalog:
         row = self._held.get(path)
         if row is not None:
             return Name(path, row.cast, row.reason + _unlike_autocast(path), promotes=native)
-        said = dict(lists.AUTOCAST_WITHOUT_ROW).get(path.rpartition(".")[2])
-        said = said or "no table names it, so it runs in the type of its arguments"
+        reason = dict(lists.AUTOCAST_WITHOUT_ROW).get(path.rpartition(".")[2])
+        reason = reason or "no table names it, so it runs in the type of its arguments"
         if path in self._rows:
-            said = _why_not(self._rows[path], self.version)
-        return Name(path, None, said, promotes=native)
+            reason = _why_not(self._rows[path], self.version)
+        return Name(path, None, reason, promotes=native)
 
     def find(self, function: object) -> str | None:
         """The path by which a function of torch is looked up, one with a row if there is; else None.
@@ -144,7 +144,7 @@ class Catalog:
         places = {table.target for table in self.tables}
         return path.rpartition(".")[0] not in places and isinstance(_resolve(path), _FUNCTIONS)
 
-    def _what_it_is(self, text: str, path: str) -> str:
+    def _explain_unknown(self, text: str, path: str) -> str:
         """The message for what is no op."""
         item = _resolve(path if "." in path else f"torch.nn.{path}")
         if isinstance(item, type) and issubclass(item, torch.nn.Module):
@@ -177,19 +177,19 @@ def expand(text: str) -> str:
 
 def _unlike_autocast(path: str) -> str:
     """Says where an op parts from torch.autocast on purpose; the list has OpInfo's names, with variants."""
-    said = [
+    reasons = [
         f"{op}: {reason}"
         for op, reason in lists.DIFFERENT_FROM_AUTOCAST
         if path in (whole := expand(op), whole.rpartition(".")[0])
     ]
-    return f" (unlike torch.autocast: {'; '.join(said)})" if said else ""
+    return f" (unlike torch.autocast: {'; '.join(reasons)})" if reasons else ""
 
 
 def _why_not(row: Row, version: str) -> str:
     since = f"from torch {row.since} on" if row.since else ""
     until = f"before torch {row.until}" if row.until else ""
-    said = " and ".join(filter(None, (since, until)))
-    return f"its row holds only {said}, and this is {version}; it says: {row.cast.name}, {row.reason}"
+    versions = " and ".join(filter(None, (since, until)))
+    return f"its row holds only {versions}, and this is {version}; it says: {row.cast.name}, {row.reason}"
 
 
 def _resolve(path: str) -> object:
@@ -276,7 +276,7 @@ class Name:
         if self.cast is None:
             return LevelEffect(policy.opt_level, "float32", half, native, "no row")
         lower = half if self.dtype is None else name_dtype(self.dtype)
-        float32, of_half, mixed = {
+        float32, half_input, mixed = {
             Cast.LOWER: (lower, lower, lower),
             Cast.FP32: ("float32", "float32", "float32"),
             Cast.PROMOTE: ("float32", half, "float32"),
@@ -288,7 +288,7 @@ class Name:
         because = f"patched: {self.cast.name}"
         if policy.float8_recipe is not None and self.path.rpartition(".")[2] == "linear":
             because += "; float8 in large nn.Linear, see amp.explain(model)"
-        return LevelEffect(policy.opt_level, float32, of_half, mixed, because)
+        return LevelEffect(policy.opt_level, float32, half_input, mixed, because)
 
     def heading(self) -> str:
         """What happens to its arguments where functions are patched."""

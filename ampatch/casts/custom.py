@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from types import FrameType
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casts.cast import CASTS, is_recorded
+from ampatch.casts.cast import CASTS, Function, is_recorded
 from ampatch.casts.cast_tree import TensorCast, cast_tree
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
-
-Function = Callable[..., object]
 
 _PACKAGES = ("torch", "ampatch")
 _WRAPPERS = ("ampatch.casts.wrapper", "ampatch.patching.torch_features")
@@ -110,7 +107,6 @@ def is_half(value: object) -> bool:
 
 
 def _is_cast(value: object) -> bool:
-    """Whether casts are for a value: a tensor of their types, on one of their devices."""
     return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type in CASTS.device_types
 
 
@@ -181,11 +177,11 @@ def _sums_nothing(args: tuple) -> bool:
     if not args or not isinstance(args[0], str):
         return False
     inputs, arrow, output = args[0].replace("...", ".").partition("->")
-    seen: set[str] = set()
+    indices: set[str] = set()
     shared: set[str] = set()
     for term in map(set, inputs.split(",")):
-        shared |= seen & term
-        seen |= term
+        shared |= indices & term
+        indices |= term
     return shared <= {" ", *(output if arrow else ".")}  # without an arrow only an ellipsis is kept
 
 

@@ -114,7 +114,6 @@ class ThreadState(threading.local):
             self._step = frame
 
     def end_step(self, frame: FrameType) -> None:
-        """Turns casts on again after the step that this call runs."""
         if self._step is frame:
             self._step, self.off = None, self.off - 1
 

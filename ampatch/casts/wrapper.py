@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable
-from types import MethodDescriptorType, WrapperDescriptorType
+from types import MethodDescriptorType, MethodType, WrapperDescriptorType
 
 import torch
 from torch import Tensor
@@ -122,6 +123,22 @@ def _call_original(original: Function, name: str, *args: object, **kwargs: objec
     if has_torch_function(args) or (kwargs and has_torch_function(kwargs.values())):
         return CASTS.hand_over(original, lambda args, kwargs: original(*args, **kwargs), args, kwargs)
     return original(*args, **kwargs)
+
+
+def peel(function: Callable) -> Callable:
+    """Returns a function without the wrappers that ampatch has put around it; others stay.
+
+    >>> import ampatch as amp
+    >>> peel(amp.half_function(len)) is len
+    True
+    """
+    if isinstance(function, MethodType):
+        return MethodType(peel(function.__func__), function.__self__)
+    return inspect.unwrap(function, stop=lambda one: not _is_ours(one))
+
+
+def _is_ours(function: Callable) -> bool:
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith("ampatch.")
 
 
 def _traced(cast: TensorCast, name: str, trace: Callable[[str], None]) -> TensorCast:

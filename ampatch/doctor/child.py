@@ -30,7 +30,7 @@ from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.silent.notes import Notes
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.text.source import changed_texts
-from ampatch.patching.patcher import Patcher
+from ampatch.levels.patcher import Patcher
 from ampatch.tools.seeds import set_seeds, shifted_seeds
 
 

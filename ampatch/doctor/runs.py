@@ -62,7 +62,7 @@ def start_process(run: ScriptRun, folder: Path) -> tuple[int, str]:
     command = [sys.executable, START, str(folder / HELD), "ampatch.doctor.child", run.to_json()]
     log = Path(folder, "stderr")
     with noting_signals() as stop, child_process(command, log, stdout=subprocess.DEVNULL) as process:
-        wait(process, None, stop, lambda: None)
+        wait(process, None, stop)
     if stop:
         raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(stop.status)
     return process.returncode, log.read_text(errors="replace")

@@ -34,8 +34,8 @@ class AcceleratorMethods:
 
     def prepare(self, *args: object, **kwargs: object) -> object:
         """Initializes models and optimizers as the attribute `amp_options` says, then prepares them."""
-        models = [it for it in args if isinstance(it, Module)]
-        optimizers = [it for it in args if isinstance(it, Optimizer) and not is_initialized(it)]
+        models = [arg for arg in args if isinstance(arg, Module)]
+        optimizers = [arg for arg in args if isinstance(arg, Optimizer) and not is_initialized(arg)]
         if optimizers and not models:
             raise amp.AmpValueError(
                 f"prepare got {type(optimizers[0]).__name__} without its model: ampatch initializes both "
@@ -78,12 +78,10 @@ class AcceleratorMethods:
         return super().clip_grad_norm_(find_masters(parameters, self._optimizers), *args, **kwargs)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], *args: object, **kwargs: object) -> None:
-        """Clips each element of the gradients that are stepped."""
         super().clip_grad_value_(find_masters(parameters, self._optimizers), *args, **kwargs)
 
 
 def cast_outputs(model: Module, args: tuple, output: object) -> object:
-    """Casts the half tensors of an output to float32, whatever holds them."""
     return convert_to_fp32(output)
 
 
@@ -120,7 +118,6 @@ def take_over(accelerator: Accelerator, options: Mapping[str, object], remedy: s
 
 
 def refuse_precision(precision: str, remedy: str) -> None:
-    """Raises AmpValueError if Accelerate's own mixed precision is on."""
     if precision != "no":
         raise amp.AmpValueError(
             f"two mixed precisions meet: Accelerate has its own, {precision!r}, beside that of ampatch: "

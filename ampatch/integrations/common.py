@@ -77,9 +77,9 @@ class SavedScales:
 
 def find_masters(parameters: Tensor | Iterable[Tensor], optimizers: Iterable[object]) -> list[Tensor]:
     """Returns what optimizers step in the place of parameters, in their order: masters at O2 and O5."""
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     masters: dict[int, Tensor] = {}
     for optimizer in filter(is_initialized, optimizers):
         list(amp.master_params(optimizer))  # which has their gradients
         masters |= {id(half): master for half, master in amp.master_pairs(optimizer)}
-    return [masters.get(id(parameter), parameter) for parameter in given]
+    return [masters.get(id(parameter), parameter) for parameter in clipped]

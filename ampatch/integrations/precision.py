@@ -39,7 +39,6 @@ class PrecisionMethods:
             super().backward(scaled_loss, model, optimizer, *args, **kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Returns what is clipped: the parameters that the optimizer steps."""
         return amp.master_params(optimizer)
 
     def state_dict(self) -> dict[str, dict[str, float | int]]:
@@ -59,7 +58,6 @@ class HeldBack:
     """What a scheduler does otherwise that follows steps: nothing where an overflow skipped the last one."""
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """Steps, unless its optimizer did not."""
         if not was_skipped(self.optimizer):
             super().step(*args, **kwargs)
 
@@ -82,7 +80,7 @@ def toggled(optimizers: Sequence[Optimizer]) -> Iterator[list[Optimizer]]:
     for half in halves:
         half.requires_grad_(False)
     try:
-        yield [one for one in optimizers if any(it.requires_grad for it in amp.master_params(one))]
+        yield [one for one in optimizers if any(param.requires_grad for param in amp.master_params(one))]
     finally:
         for half in halves:
             half.requires_grad_(True)

@@ -103,8 +103,8 @@ def _resolve_half_type(level: Policy, overrides: Overrides) -> Policy:
     if not level.casts_model:
         _refuse_half_model(level, model_type)
         dtype = None
-    given = _agree(dtype=dtype, cast_model_type=model_type)
-    return replace(level, cast_model_type=level.cast_model_type if given is None else given or None)
+    model_type = _agree(dtype=dtype, cast_model_type=model_type)
+    return replace(level, cast_model_type=level.cast_model_type if model_type is None else model_type or None)
 
 
 def _parse_model_type(value: object) -> ModelType:

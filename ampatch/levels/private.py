@@ -45,14 +45,14 @@ class Private:
 
     def find(self, instead: object = None) -> Callable:
         """Returns what has the name, or `instead` where there is none."""
-        found, place = torch, "torch"
+        value, place = torch, "torch"
         for name in self.path.split("."):
             place = f"{place}.{name}"
             try:  # a package does not have a module yet that is being imported
-                found = getattr(found, name) if hasattr(found, name) else importlib.import_module(place)
+                value = getattr(value, name) if hasattr(value, name) else importlib.import_module(place)
             except ImportError:
                 return instead
-        return found
+        return value
 
     def find_place(self) -> tuple[object, str]:
         """Returns what has the name as an attribute, and the attribute; for a name that is there."""
@@ -326,15 +326,15 @@ def _list_fsdp_groups(module: torch.nn.Module) -> list:
     return [group for group in groups if group is not None]
 
 
-def keep_in_thread(key: str, thing: object) -> None:
+def keep_in_thread(key: str, value: object) -> None:
     """Keeps an object where the threads of a backward that this one starts find it, until this one ends.
 
     Torch before 2.13 gives a reference back then that it never took.
     """
-    before = sys.getrefcount(thing)
-    _stash(key, thing)
-    if sys.getrefcount(thing) == before and not KEEP_IN_THREAD.is_missing():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    before = sys.getrefcount(value)
+    _stash(key, value)
+    if sys.getrefcount(value) == before and not KEEP_IN_THREAD.is_missing():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def loadable_globals() -> dict[str, object]:

@@ -20,9 +20,9 @@ def weakly(method: Callable[..., None], *objects: object) -> Callable[[], None]:
     return call
 
 
-def refer(thing: object) -> Callable[[], object]:
+def refer(value: object) -> Callable[[], object]:
     """Returns a weak reference, or a strong one to what takes none, as a wrapper with `__slots__`."""
     try:
-        return weakref.ref(thing)
+        return weakref.ref(value)
     except TypeError:
-        return lambda: thing
+        return lambda: value

@@ -21,7 +21,6 @@ LEAST_SAMPLE = 16  # elements, to tell of a copied model whether it is averaged
 
 
 def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
-    """A module's own parameters and buffers, without those of its children."""
     return [
         *module.named_parameters(recurse=False, remove_duplicate=False),
         *module.named_buffers(recurse=False, remove_duplicate=False),
@@ -68,8 +67,8 @@ class Float32Values:
             half.detach().copy_(precise)
 
     def __deepcopy__(self, memo: dict) -> Float32Values:
-        new, given = self.__reduce__()
-        copied = memo[id(self)] = new(*copy.deepcopy(given, memo))
+        new, args = self.__reduce__()
+        copied = memo[id(self)] = new(*copy.deepcopy(args, memo))
         if copied.shared.sample is None:
             large = (one for one in self if one.half.numel() >= LEAST_SAMPLE and not one.is_wrapper)
             for weight in itertools.islice(large, 1):
@@ -90,8 +89,8 @@ class Float32Values:
 
     def find(self, tensor: Tensor) -> Weight | None:
         """Returns what is known of a half tensor, here or where it was before."""
-        found = self._weights.get(id(tensor)) or self.shared.known.get(id(tensor))
-        return found if found is not None and found.half is tensor else None
+        weight = self._weights.get(id(tensor)) or self.shared.known.get(id(tensor))
+        return weight if weight is not None and weight.half is tensor else None
 
     def get(self, tensor: Tensor) -> Weight:
         """Returns what is known of a half tensor, from now on if nothing was."""
@@ -146,8 +145,8 @@ class CastTensor:
     def find(self) -> Tensor:
         """Returns the module's tensor as it is now: `Module.to` replaces buffers by others."""
         module = self._module()
-        found = {} if module is None else dict(own_tensors(module))
-        current = found.get(self.name, self.tensor)
+        tensors = {} if module is None else dict(own_tensors(module))
+        current = tensors.get(self.name, self.tensor)
         if current is not self.tensor:
             self._values.rename(self.tensor, current)
             self.tensor = current
@@ -183,7 +182,6 @@ class CastTensor:
         return None if module is None else find_effect(self.name, dict(own_tensors(module)), dtype)
 
     def describe(self) -> str:
-        """Names the tensor and the class of its module."""
         return f"{self.name!r} of {type(self._module()).__name__}"
 
 
@@ -194,7 +192,8 @@ class CastModule:
         self._module = weakref.ref(module)
         self._values = values
         self._dtype = dtype
-        self._came_half = [tensor for tensor in _list_tensors(module) if tensor.dtype is dtype]
+        tensors = (tensor for part in module.modules() for _, tensor in own_tensors(part))
+        self._came_half = [tensor for tensor in tensors if tensor.dtype is dtype]
         self.casts: list[CastTensor] = []  # those of tied tensors are in all modules that have them
 
     def find(self, module: Module) -> None:
@@ -216,12 +215,7 @@ class CastModule:
                     CastTensor(part, name, tensor, self._values).restore()
 
 
-def _list_tensors(module: Module) -> list[Tensor]:
-    return [tensor for part in module.modules() for _, tensor in own_tensors(part)]
-
-
 def list_parts(models: Iterable[Module]) -> list[Module]:
-    """The modules of models, each once."""
     return list({id(part): part for model in models for part in model.modules()}.values())
 
 

@@ -26,12 +26,12 @@ SINGLE_TYPES = tuple(getattr(torch.nn, name) for name in _SINGLE if hasattr(torc
 _TRANSFORMER_LAYERS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
 
 
-def normalize_keep(given: object, argument: str = "keep_fp32") -> tuple[Keep, ...]:
+def normalize_keep(value: object, argument: str = "keep_fp32") -> tuple[Keep, ...]:
     """Reads `keep_fp32` or the like: one pattern, class or module, or a sequence of them."""
-    if given is None:
+    if value is None:
         return ()
-    single = isinstance(given, (str, type, Module)) or not isinstance(given, Iterable)
-    entries = (given,) if single else tuple(given)  # type: ignore[arg-type]
+    single = isinstance(value, (str, type, Module)) or not isinstance(value, Iterable)
+    entries = (value,) if single else tuple(value)  # type: ignore[arg-type]
     for entry in entries:
         is_class = isinstance(entry, type) and issubclass(entry, Module)
         if not (isinstance(entry, (str, Module)) or is_class):
@@ -49,8 +49,8 @@ def select_named(models: Sequence[Module], entries: Sequence[Keep], argument: st
     ]
     selected: dict[int, Module] = {}
     for entry in entries:
-        found = _find(entry, named)
-        if not found:
+        matches = _find(entry, named)
+        if not matches:
             names = [name for name, _ in named if name]
             close = get_close_matches(entry, names) if isinstance(entry, str) else []
             known = ", ".join(map(repr, close or names[:8])) or "none"
@@ -58,7 +58,7 @@ def select_named(models: Sequence[Module], entries: Sequence[Keep], argument: st
                 f"{argument}: {entry!r} matches no module: expected the name, class or instance of one; "
                 f"{'similar names' if close else 'the first modules'} are {known}"
             )
-        selected.update((id(module), module) for module in found)
+        selected.update((id(module), module) for module in matches)
     return list(selected.values())
 
 
@@ -151,8 +151,8 @@ def select_masked(models: Iterable[Module]) -> list[Module]:
     parts = list_parts(models)
     layers = [part for part in parts if isinstance(part, _TRANSFORMER_LAYERS)]
     inside = {id(child) for layer in layers for child in layer.children()}
-    found = [part for part in parts if isinstance(part, torch.nn.MultiheadAttention)]
-    return [part for part in found if id(part) not in inside]
+    attentions = [part for part in parts if isinstance(part, torch.nn.MultiheadAttention)]
+    return [part for part in attentions if id(part) not in inside]
 
 
 def _own_parts(module: Module) -> list[Module]:

@@ -6,7 +6,6 @@ import html
 import importlib
 import importlib.util
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,11 +19,10 @@ from ampatch.levels.float8 import EMULATE, INSTALL, emulates, find_recipe
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.ranks import is_sharded
+from ampatch.levels.stack import logger
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import list_parts
 from ampatch.models.float32_parts import SINGLE_TYPES, Keep, inner_ids, select_named
-
-logger = logging.getLogger("ampatch")
 
 IN_FLOAT8 = "float8"
 LATE = "it was added after initialize, or is a copy of a layer that is not in float8"
@@ -78,12 +76,11 @@ class Float8Choice:
         return id(layer) in self._asked
 
     def layers(self) -> Iterator[tuple[Linear, Layer]]:
-        """Yields each linear layer of the models, with what becomes of it."""
-        seen: set[int] = set()
+        visited: set[int] = set()
         for model in self._models:
             for name, part in model.named_modules():
-                if isinstance(part, Linear) and id(part) not in seen:
-                    seen.add(id(part))
+                if isinstance(part, Linear) and id(part) not in visited:
+                    visited.add(id(part))
                     yield part, Layer(name, (part.in_features, part.out_features), self._find_reason(part))
 
     def _find_reason(self, layer: Linear) -> str:
@@ -134,12 +131,12 @@ def explain_layers(model: Module, recipe: str, known: Mapping[Module, str]) -> L
 
     `known` are the reasons of layers that a session has chosen among.
     """
-    found = list(Float8Choice([model], recipe).layers())
-    if any(linear in known or is_float8(linear) for linear, _ in found):
-        late = {linear: LATE for linear, layer in found if not (layer.because or is_float8(linear))}
+    layers = list(Float8Choice([model], recipe).layers())
+    if any(linear in known or is_float8(linear) for linear, _ in layers):
+        late = {linear: LATE for linear, layer in layers if not (layer.because or is_float8(linear))}
         known = late | dict(known)
     return LayersExplained(
-        tuple(replace(layer, because=known.get(linear, layer.because)) for linear, layer in found)
+        tuple(replace(layer, because=known.get(linear, layer.because)) for linear, layer in layers)
     )
 
 
@@ -169,9 +166,9 @@ def convert_to_float8(
     if recipe is None:
         return {}
     choice = Float8Choice(models, recipe, kept, asked)
-    found = list(choice.layers())
-    chosen = [linear for linear, layer in found if not layer.because]
-    if found:  # without one, as where functions alone are tested, the device does not matter
+    layers = list(choice.layers())
+    chosen = [linear for linear, layer in layers if not layer.because]
+    if layers:  # without one, as where functions alone are tested, the device does not matter
         _validate_devices(models, policy)
         float8 = _import_layer()
         undo.callback(weakly(float8.restore, *(linear for linear in chosen if not is_float8(linear))))
@@ -182,11 +179,11 @@ def convert_to_float8(
         logger.warning(
             "%s: no linear layer computes in float8, so this is O4 (%s); choose layers with float8_layers=",
             policy.opt_level,
-            _list_reasons(layer for _, layer in found) or "the models have no torch.nn.Linear",
+            _list_reasons(layer for _, layer in layers) or "the models have no torch.nn.Linear",
         )
-    if refused := _list_reasons(layer for linear, layer in found if layer.because and choice.asks(linear)):
+    if refused := _list_reasons(layer for linear, layer in layers if layer.because and choice.asks(linear)):
         logger.warning("float8_layers names layers that cannot be in float8: %s", refused)
-    return {linear: layer.because for linear, layer in found}
+    return {linear: layer.because for linear, layer in layers}
 
 
 def _list_reasons(layers: Iterable[Layer]) -> str:

@@ -36,8 +36,8 @@ class Product(Torchaos):  # type: ignore[misc]  # torchao has no types
             if not torch.is_grad_enabled():
                 return Torchaos.backward(ctx, grad)
             input, weight = ctx.saved_tensors
-            of_weight = input.reshape(-1, len(weight)).t() @ grad.reshape(-1, weight.shape[1])
-            return grad @ weight.t().to(grad.dtype), of_weight.to(weight.dtype), None, None
+            weight_grad = input.reshape(-1, len(weight)).t() @ grad.reshape(-1, weight.shape[1])
+            return grad @ weight.t().to(grad.dtype), weight_grad.to(weight.dtype), None, None
 
 
 class Float8Linear(TorchaoLinear):  # type: ignore[misc]
@@ -77,8 +77,8 @@ def float8_linear(
 ) -> Tensor:
     """Multiplies in float8; one operation to function modes, which torchao's tensors are not for."""
     if has_torch_function_variadic(input, weight):
-        given = input, weight, bias, mm_config, config
-        return handle_torch_function(float8_linear, (input, weight), *given)
+        arguments = input, weight, bias, mm_config, config
+        return handle_torch_function(float8_linear, (input, weight), *arguments)
     output = Product.apply(input, weight.t(), mm_config, config)
     return output if bias is None else output + bias.to(output.dtype)
 

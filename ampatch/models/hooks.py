@@ -380,11 +380,11 @@ class ExplainMismatch:
         kept = {inner: part for part in model.modules() if _is_kept(part) for inner in part.modules()}
         late, read = [], []
         for name, part in model.named_modules():
-            said = f"{name!r} ({type(part).__name__})"
+            label = f"{name!r} ({type(part).__name__})"
             if part in kept:
-                read += [said] * (_has_float32(part.buffers()) and not any(True for _ in part.parameters()))
+                read += [label] * (_has_float32(part.buffers()) and not any(True for _ in part.parameters()))
             elif not isinstance(part, _BatchNorm):
-                late += [said] * _has_float32(part.parameters(recurse=False))
+                late += [label] * _has_float32(part.parameters(recurse=False))
         if late:
             yield (
                 f"ampatch: the parameters of {', '.join(late)} are float32 among {self.half}: put into the "

@@ -92,15 +92,14 @@ class ModelCaster:
         )
 
     def list_casts(self, params: Iterable[Tensor]) -> list[CastTensor]:
-        """The casts of some parameters."""
         ids = set(map(id, params))
         return [cast for cast in self._cast if id(cast.tensor) in ids]
 
     def list_values(self, modules: Iterable[Module]) -> list[Float32Values]:
         """The float32 values behind the tensors of modules."""
         ids = [id(tensor) for module in modules for _, tensor in own_tensors(module)]
-        found = [self._values[key] for key in ids if key in self._values]
-        return list({id(values): values for values in found}.values())
+        known = [self._values[key] for key in ids if key in self._values]
+        return list({id(values): values for values in known}.values())
 
     def name_buffered(self) -> dict[int, str]:
         """Names the modules without parameters that compute in float32, for each inside them, by its id."""
@@ -142,21 +141,20 @@ class ModelCaster:
     def _find_tensors(self, dtype: torch.dtype | None) -> None:
         """Lists what to cast, if there is a `dtype`; a tensor has the values of the first module it is in."""
         float32 = self._float32_tensors()
-        found: dict[int, CastTensor] = {}
+        casts: dict[int, CastTensor] = {}
         for module in list_parts(self._models):
             values = self.by_module[id(module)] = Float32Values(self._shared)
             part = CastModule(module, dtype, values)
             for name, tensor in own_tensors(module):
                 known = self._values.setdefault(id(tensor), values)
                 if dtype is not None and tensor.dtype is torch.float32 and id(tensor) not in float32:
-                    cast = found.setdefault(id(tensor), CastTensor(module, name, tensor, known))
+                    cast = casts.setdefault(id(tensor), CastTensor(module, name, tensor, known))
                     part.casts.append(cast)
             self._parts.append(part)
-        self._cast = list(found.values())
-        self._cast_ids = found.keys()
+        self._cast = list(casts.values())
+        self._cast_ids = casts.keys()
 
     def _float32_tensors(self) -> set[int]:
-        """The tensors that stay float32, by identity."""
         keeping = [inner for module in self._kept for inner in module.modules()]
         if self._policy.keep_batchnorm_fp32:
             keeping += [module for module in list_parts(self._models) if isinstance(module, _BatchNorm)]
@@ -172,14 +170,14 @@ class ModelCaster:
             self._stack.callback(module.register_state_dict_post_hook(save).remove)
             self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
 
-    def _keep(self, kept: Module) -> None:
+    def _keep(self, outer: Module) -> None:
         """Lets a module run in float32 inside a half model, or among patched functions.
 
         Its parts are hooked one by one, for a container that is never called itself. It returns float32,
         unless all that asked for it was a weight that is tied to a kept one.
         """
-        is_asked = not self._asked.isdisjoint(inner_ids([kept]))
-        for module in kept.modules():
+        is_asked = not self._asked.isdisjoint(inner_ids([outer]))
+        for module in outer.modules():
             self._hook_inputs(module, hooks.CastInputs(torch.float32))
             self._hook_scope(module, hooks.EnterForward(True, torch.float32))
             if not is_asked:
@@ -255,7 +253,8 @@ def validate_models(models: Sequence[object], policy: Policy, values: ValuesById
                 f"bare model, then wrap what it returns"
             )
         _validate_dtypes(index, model, policy, values, allow_half)
-        if policy.patch_torch_functions and any(map(_turns_casts_off, model._forward_pre_hooks.values())):
+        entries = [one for one in model._forward_pre_hooks.values() if isinstance(one, hooks.EnterForward)]
+        if policy.patch_torch_functions and any(entry.off for entry in entries):
             raise AmpValueError(
                 f"models[{index}] runs without casts since an earlier initialize, by its opt level or its "
                 f"keep_fp32: {policy.opt_level} would change nothing in it; call ampatch.uninitialize() "
@@ -304,10 +303,6 @@ def _explain_half(model: Module, values: ValuesById) -> str:
     )
 
 
-def _turns_casts_off(hook: object) -> bool:
-    return isinstance(hook, hooks.EnterForward) and hook.off
-
-
 def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
     scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
     patches_and_casts = policy.patch_torch_functions and policy.cast_model_type is not None
@@ -323,5 +318,5 @@ def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
 
 def is_known(tensor: Tensor, values: ValuesById) -> bool:
     """Whether a tensor was cast here; `values` may have those of a module that it is new in."""
-    found = values.get(id(tensor))
-    return found is not None and tensor in found
+    owner = values.get(id(tensor))
+    return owner is not None and tensor in owner

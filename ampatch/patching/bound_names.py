@@ -42,7 +42,7 @@ class BoundNames:
         self._wrappers: dict[int, tuple[object, Function]] = {}
         self._models: list[weakref.ref[Module]] = []  # and their parts, which may be taken out of them
         self._counts: dict[int, int] = {}  # how many refer to each wrapper, when tables were looked for
-        self._seen: weakref.WeakSet[type] = weakref.WeakSet()  # what has overridden functions since
+        self._overriders: weakref.WeakSet[type] = weakref.WeakSet()  # what has overridden functions since
         self._loaded = 0  # modules, at that time
 
     def add(self, original: object, wrapper: Function) -> None:
@@ -50,7 +50,7 @@ class BoundNames:
         self._wrappers[id(original)] = original, wrapper
         self._originals[wrapper] = original
 
-    def follow(self, models: Sequence[Module], *, in_modules: bool) -> Callable[[], None]:
+    def replace_in(self, models: Sequence[Module], *, in_modules: bool) -> Callable[[], None]:
         """Replaces bound functions in models and, if asked, in loaded modules; returns the undo."""
         self._models = [model for model in self._models if model() is not None]
         before = len(self._models)
@@ -60,7 +60,7 @@ class BoundNames:
             self._counts = _count_references(self.list_wrappers())
         return functools.partial(self._forget, before)
 
-    def follow_everywhere(self) -> None:
+    def replace_everywhere(self) -> None:
         """Replaces bound functions once more, for a wrapper that was added late."""
         _exchange(self._list_wrappers(), self._models)
 
@@ -70,8 +70,8 @@ class BoundNames:
         The garbage collector is asked, which takes its time, only for wrappers that are held elsewhere.
         """
         _exchange(self._list_originals(), self._models)
-        for kept in (self._models, self._wrappers, self._counts, self._seen):
-            kept.clear()
+        for table in (self._models, self._wrappers, self._counts, self._overriders):
+            table.clear()
         self._loaded = 0
         pairs = self.list_wrappers()
         counts, (free,) = _count_references(pairs), _count_references([(lambda: None, None)]).values()
@@ -89,9 +89,9 @@ class BoundNames:
         `kinds` overrides a function for the first time, or after modules were loaded, and only where
         more refer to a wrapper than before: one more to that of `original`, which is being called.
         """
-        if self._seen.issuperset(kinds) and self._loaded == len(sys.modules):
+        if self._overriders.issuperset(kinds) and self._loaded == len(sys.modules):
             return
-        self._seen.update(kinds)
+        self._overriders.update(kinds)
         self._loaded = len(sys.modules)
         pairs = self.list_wrappers()
         counts = _count_references(pairs)
@@ -109,7 +109,7 @@ class BoundNames:
         dropped, self._models = self._models[before:], self._models[:before]
         _exchange(self._list_originals(), dropped, in_modules=False)
         if self._models:  # which may share a part or a dictionary with those
-            self.follow_everywhere()
+            self.replace_everywhere()
 
     def _list_wrappers(self) -> Replacements:
         """What takes the place of originals, and of earlier wrappers of them."""
@@ -129,20 +129,20 @@ class Search:
 
     def __init__(self, replacements: Replacements) -> None:
         self._replacements = replacements
-        self._seen: dict[int, object] = {}  # models and classes; kept, so that no id is used again
+        self._visited: dict[int, object] = {}  # models and classes; kept, so that no id is used again
         self._is_searched = functools.cache(_is_searched)  # of the name of a module
 
     def search_modules(self) -> None:
         """Looks through the names of loaded modules: of the user's, and of packages that use torch."""
         modules = list(sys.modules.items())
-        of_torch = {id(module) for path, module in modules if path.partition(".")[0] == "torch"}
-        of_torch.update(self._replacements)
+        torch_ids = {id(module) for path, module in modules if path.partition(".")[0] == "torch"}
+        torch_ids.update(self._replacements)
         for path, module in modules:
             if _is_left_alone(path) or not issubclass(type(module), ModuleType):
                 continue
             names = _read_globals(module)
             is_package = _is_installed(names) and path != "__main__"
-            if is_package and of_torch.isdisjoint(map(id, list(names.values()))):
+            if is_package and torch_ids.isdisjoint(map(id, list(names.values()))):
                 continue  # asked first: it is quick, and true of most
             if self._is_searched(path):
                 depth = 0 if path.startswith(_SEARCHED_IN_TORCH) else _MAX_DEPTH
@@ -157,9 +157,9 @@ class Search:
 
     def search_model(self, model: Module) -> None:
         """Looks through what a model, its parts and their classes keep."""
-        if id(model) in self._seen:
+        if id(model) in self._visited:
             return
-        self._seen[id(model)] = model
+        self._visited[id(model)] = model
         names = object.__getattribute__(model, "__dict__")
         self._search_items(names, names.items(), _MAX_DEPTH)
         for kind in type(model).__mro__:
@@ -212,9 +212,9 @@ class Search:
         self._search_items(by_name, by_name.items(), 0)
 
     def _search_class(self, kind: type) -> None:
-        if id(kind) in self._seen or not self._is_searched(str(kind.__dict__.get("__module__"))):
+        if id(kind) in self._visited or not self._is_searched(str(kind.__dict__.get("__module__"))):
             return
-        self._seen[id(kind)] = kind
+        self._visited[id(kind)] = kind
         for name, value in list(vars(kind).items()):
             new = self._exchange_attribute(value)
             if new is not value:
@@ -246,7 +246,6 @@ class _Static(staticmethod):
 
 
 def _count_references(pairs: list[tuple[object, object]]) -> dict[int, int]:
-    """How many references there are to the first of each pair, by its id."""
     return {id(pair[0]): sys.getrefcount(pair[0]) for pair in pairs}
 
 
@@ -278,7 +277,6 @@ def _read_globals(module: ModuleType) -> dict[str, object]:
 
 
 def _is_installed(names: Mapping[str, object]) -> bool:
-    """Whether these are the names of a module of an installed package."""
     file = str(names.get("__file__"))
     return "site-packages" in file or "dist-packages" in file
 
@@ -431,8 +429,8 @@ class References:
 
 def _get_referrers(objects: Sequence[object]) -> list[object]:
     """What refers to some objects, but for the tuple of this very question, which Python 3.13 returns too."""
-    given = tuple(objects)
-    return [holder for holder in gc.get_referrers(*given) if holder is not given]
+    question = tuple(objects)
+    return [holder for holder in gc.get_referrers(*question) if holder is not question]
 
 
 def _find_owners(dicts: Sequence[dict]) -> dict[int, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import operator
 import sys
 import weakref
@@ -20,12 +19,10 @@ from torch.nn import Module
 
 from ampatch import lists
 from ampatch.casts.cast import CASTS
-from ampatch.casts.wrapper import call_uncast, wrap
+from ampatch.casts.wrapper import call_uncast, peel, wrap
 from ampatch.levels import private
-from ampatch.levels.stack import PACKAGE
-from ampatch.patching.patcher import Patcher, peel
-
-logger = logging.getLogger("ampatch")
+from ampatch.levels.patcher import Patcher
+from ampatch.levels.stack import PACKAGE, logger
 
 
 def _matmul(left: object, right: object) -> object:
@@ -94,7 +91,6 @@ def _skip_own_frames(eval_frame: ModuleType, done: set[str]) -> None:
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of those that it makes."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -251,23 +247,21 @@ class GraphNames:
             self._names.setdefault(id(original), ".".join(filter(None, place)))
 
     def open(self, patcher: Patcher) -> None:
-        """Replaces the function that names functions in generated code."""
         original = private.QUALIFY.find()
         if original is not None:
             place = private.QUALIFY.find_place()
             patcher.replace(*place, lambda function: self._names.get(id(function)) or original(function))
 
-    def follow(self, models: Iterable[Module]) -> Callable[[], None]:
+    def recompile(self, models: Iterable[Module]) -> Callable[[], None]:
         """Generates the code of models and their parts once more; returns the undo."""
-        followed = []
+        recompiled = []
         for module in [part for model in models for part in model.modules() if isinstance(part, GraphModule)]:
             if any(id(node.target) in self._names for node in module.graph.nodes):
                 module.recompile()
-                followed.append(weakref.ref(module))
-        return lambda: self._unfollow(followed)
+                recompiled.append(weakref.ref(module))
+        return lambda: self._restore(recompiled)
 
-    def _unfollow(self, modules: list[weakref.ref[GraphModule]]) -> None:
-        """Generates the code of modules as it was."""
+    def _restore(self, modules: list[weakref.ref[GraphModule]]) -> None:
         names, self._names = self._names, {}
         for module in [alive for reference in modules if (alive := reference()) is not None]:
             module.recompile()

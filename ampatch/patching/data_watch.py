@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.casts.cast import CASTS
+from ampatch.levels.patcher import Patcher, SessionPatch, get_raw
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import Line, find_line
-from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 
 MOST_HALVED = 4096
 
@@ -71,16 +71,16 @@ class DataWatch(SessionPatch):
         original = get_raw(Tensor, "data")
 
         def read(tensor: Tensor) -> Tensor:
-            self._note(tensor)
+            self._expect_write(tensor)
             data = original.__get__(tensor)
             if self.views and id(tensor) in self.views:
                 self.views[id(tensor)].append(data)
             return data
 
         def write(tensor: Tensor, value: Tensor) -> None:
-            self._note(tensor)
+            self._expect_write(tensor)
             if isinstance(value, Tensor) and value.dtype in HALF_TYPES and tensor.dtype is torch.float32:
-                self._note_halved(tensor)
+                self._record_halved(tensor)
             original.__set__(tensor, value)
 
         patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
@@ -101,7 +101,7 @@ class DataWatch(SessionPatch):
 
         patcher.replace(torch.utils, "swap_tensors", swap_tensors)
 
-    def _note(self, tensor: Tensor) -> None:
+    def _expect_write(self, tensor: Tensor) -> None:
         if isinstance(tensor, Parameter):
             CASTS.forget(tensor)
         else:
@@ -110,19 +110,17 @@ class DataWatch(SessionPatch):
         if weight is not None:
             weight.settle(tensor)
 
-    def _note_halved(self, tensor: Tensor) -> None:
+    def _record_halved(self, tensor: Tensor) -> None:
         if len(self.halved) >= MOST_HALVED:  # copies that a script makes to save, say
             self.halved.clear()
         self.halved[id(tensor)] = find_line()
 
     def keep_watching(self, params: set[int]) -> None:
-        """Drops the ids of parameters that are gone."""
         for key in set(self.watched) - params:
             del self.watched[key]
         self.touched &= params
 
     def forget(self) -> None:
-        """Drops the parameters."""
         self.views.clear()
         self.watched.clear()
         self.touched.clear()

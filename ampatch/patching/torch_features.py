@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
 import pkgutil
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from threading import get_ident
 from types import ModuleType, SimpleNamespace
 from weakref import WeakKeyDictionary
@@ -21,8 +20,9 @@ from torch.nn import Module, Parameter
 from ampatch.casts.cast import CASTS, Call, Function
 from ampatch.casts.cast_tree import cast_to, cast_tree
 from ampatch.casts.thread import OpenForward
-from ampatch.casts.wrapper import METHODS
+from ampatch.casts.wrapper import METHODS, peel
 from ampatch.errors import AmpValueError
+from ampatch.levels.patcher import Patcher, SessionPatch, get_raw
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 from ampatch.levels.private import (
     BACKWARDS,
@@ -40,9 +40,8 @@ from ampatch.levels.private import (
     has_function_modes,
     is_transformed,
 )
-from ampatch.levels.stack import is_running
+from ampatch.levels.stack import is_running, logger
 from ampatch.patching.bound_names import BoundNames
-from ampatch.patching.patcher import Patcher, SessionPatch, get_raw, peel
 
 # What `checkpoint` calls: in torch 2.14, and before.
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -60,7 +59,6 @@ class TorchFeatures(SessionPatch):
     """Has checkpointing, transforms, overrides and compiled models work at every level but O0."""
 
     def patch(self, patcher: Patcher) -> None:
-        """Patches what these features look up."""
         keep_tables(patcher)
         patch_checkpoint(patcher)
         widen_in_transforms(patcher)
@@ -76,15 +74,18 @@ def name_originals(patcher: Patcher) -> None:
     what is passed up in tables of theirs, which hold the originals.
     """
     for module in (torch.functional, torch.nn.functional, torch._tensor):
-        call = _call_with_original(module.handle_torch_function)  # type: ignore[attr-defined]
+        call = _with_original(module.handle_torch_function)  # type: ignore[attr-defined]
         patcher.replace(module, "handle_torch_function", call)
 
 
-def _call_with_original(dispatch: Function) -> Function:
-    def call(function: Function, relevant_args: Iterable[object], *args: object, **kwargs: object) -> object:
-        return dispatch(peel(function), relevant_args, *args, **kwargs)
+def _with_original(call: Function) -> Function:
+    """Has what is called with a function be called with what that was before any patch."""
 
-    return call
+    @functools.wraps(call)
+    def call_with_original(function: Function, *args: object, **kwargs: object) -> object:
+        return call(peel(function), *args, **kwargs)
+
+    return call_with_original
 
 
 def keep_tables(patcher: Patcher) -> None:
@@ -95,7 +96,7 @@ def keep_tables(patcher: Patcher) -> None:
     overrides.is_tensor_method_or_property(Tensor.add)
     REFERENCES.find(dict)()
     for name in ("resolve_name", "is_tensor_method_or_property"):
-        patcher.replace(overrides, name, _of_original(getattr(overrides, name)))
+        patcher.replace(overrides, name, _with_original(getattr(overrides, name)))
     table, keys = overrides.get_testing_overrides(), overrides.get_overridable_functions()
     places = [place for place in keys if isinstance(place, (type, ModuleType))]
 
@@ -106,14 +107,6 @@ def keep_tables(patcher: Patcher) -> None:
         return table | {wrapper: table[original] for wrapper, original in wrappers if original in table}
 
     patcher.replace(overrides, "get_testing_overrides", get_testing_overrides)
-
-
-def _of_original(look_up: Function) -> Function:
-    @functools.wraps(look_up)
-    def look_up_original(function: Function) -> object:
-        return look_up(peel(function))
-
-    return look_up_original
 
 
 def hand_over_originals(patcher: Patcher, names: BoundNames) -> None:
@@ -138,7 +131,6 @@ def hand_over_originals(patcher: Patcher, names: BoundNames) -> None:
 
 
 def _list_values(args: tuple, kwargs: dict) -> list:
-    """Arguments, and what is in lists and tuples among them."""
     values = [*args, *kwargs.values()]
     return [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
 
@@ -459,7 +451,6 @@ class Captures(SessionPatch):
             patcher.replace(torch.cuda.CUDAGraph, name, functools.wraps(originals[name])(function))
 
     def forget(self) -> None:
-        """Drops what replays would repeat."""
         self._open.clear()
         self._repeats.clear()
 
@@ -468,8 +459,6 @@ UNCAST = (
     "%s: scripted code runs uncast, in the types that its weights and inputs have; "
     "torch.jit.trace and torch.export of an initialized model keep the casts"
 )
-
-logger = logging.getLogger("ampatch")
 
 
 class ScriptModels(SessionPatch):
@@ -480,15 +469,15 @@ class ScriptModels(SessionPatch):
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_said = False
+        self._has_warned = False
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces the functions by which TorchScript gets to know another one, or a module."""
-        self._has_said = False
+        self._has_warned = False
         FIND_BUILTIN.find(len)("")  # which makes a table of torch's namespace as it is now: before any patch
         for name in FUNCTIONS_IN_SCRIPTS:
             if not name.is_missing():
-                patcher.replace(*name.find_place(), _take_original(name.find()))
+                patcher.replace(*name.find_place(), _with_original(name.find()))
         if not SCRIPT_MODULE.is_missing():
             patcher.replace(*SCRIPT_MODULE.find_place(), self._script_without_hooks(SCRIPT_MODULE.find()))
 
@@ -496,8 +485,7 @@ class ScriptModels(SessionPatch):
         def create_script_module(model: Module, *args: object, is_tracing: bool = False, **kwargs) -> object:
             if not is_tracing:
                 self._say(model)
-            with ExitStack() as undo:
-                undo.callback((patcher := Patcher()).close)
+            with closing(Patcher()) as patcher:
                 _hide_hooks(patcher, model)
                 return original(model, *args, is_tracing=is_tracing, **kwargs)
 
@@ -505,8 +493,8 @@ class ScriptModels(SessionPatch):
 
     def _say(self, model: Module) -> None:
         has_half = any(param.dtype in HALF_TYPES for param in model.parameters())
-        if not self._has_said and (has_half or CASTS.half is not None):
-            self._has_said = True
+        if not self._has_warned and (has_half or CASTS.half is not None):
+            self._has_warned = True
             logger.warning(UNCAST, f"torch.jit.script({type(model).__name__})")
 
 
@@ -516,10 +504,6 @@ def say_scripted(models: Sequence[Module]) -> None:
     scripted = [name for name, part in parts if isinstance(part, torch.jit.ScriptModule)]
     if scripted:
         logger.warning(UNCAST, f"module {scripted[0]!r} is scripted")
-
-
-def _take_original(look_up: Callable[..., object]) -> Callable[..., object]:
-    return lambda function, *args: look_up(peel(function), *args)
 
 
 def _hide_hooks(patcher: Patcher, model: Module) -> None:

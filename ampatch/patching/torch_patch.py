@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -12,19 +13,20 @@ from types import ClassMethodDescriptorType
 from typing import TypeVar
 
 import torch
+import wrapt
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampatch import lists
 from ampatch.casts.cast import CASTS
-from ampatch.casts.wrapper import CastCounter, wrap
+from ampatch.casts.wrapper import CastCounter, peel, wrap
 from ampatch.errors import AmpTypeError, AmpValueError
+from ampatch.levels.patcher import Patcher, SessionPatch, qualify
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.levels.stack import wrap_closure
+from ampatch.levels.stack import logger, wrap_closure
 from ampatch.patching import compiling
 from ampatch.patching.bound_names import BoundNames
-from ampatch.patching.patcher import Patcher, Place, SessionPatch, peel, place_rows, qualify
 from ampatch.patching.torch_features import (
     allow_fast_path,
     allow_half_input,
@@ -33,7 +35,7 @@ from ampatch.patching.torch_features import (
     patch_autocast,
     say_scripted,
 )
-from ampatch.table import Cast, Row
+from ampatch.table import Cast, CastTable, Row
 
 Result = TypeVar("Result")
 
@@ -64,6 +66,28 @@ def _end_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     CASTS.end_casts(optimizer)
 
 
+Place = tuple[object, str]  # parent, attribute
+
+
+def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, Row]]:
+    """Lists the rows of a torch version with their places, in patch order.
+
+    A row whose function this torch lacks is skipped, with a warning logged.
+    """
+    placed: list[tuple[Place, Row]] = []
+    for target, row in [(table.target, row) for table in tables for row in table.select(version).rows]:
+        module, _, rest = f"{target}.{row.name}".partition(".")
+        try:
+            pkgutil.resolve_name(target)  # imports it, where torch does so on first use
+            parent, attribute, _ = wrapt.resolve_path(module, rest)
+        except (AttributeError, ImportError):
+            text = "%s.%s: no such function in this torch; its row is skipped"
+            logger.warning(text, target, row.name)
+        else:
+            placed.append(((parent, attribute), row))
+    return placed
+
+
 class TorchPatch(SessionPatch):
     """Patches torch once a session, and keeps what users registered for the next one."""
 
@@ -76,7 +100,6 @@ class TorchPatch(SessionPatch):
         self.counter: CastCounter | None = None  # of the casts of this session, if somebody asks
 
     def validate(self, policy: Policy) -> None:
-        """Raises if torch is patched for another half type already."""
         half = CASTS.half
         if half is not None and policy.patch_torch_functions and policy.half is not half:
             raise AmpValueError(
@@ -104,8 +127,8 @@ class TorchPatch(SessionPatch):
         if is_first:
             self._patch(policy, trace, undo)
         say_scripted(models)
-        undo.callback(self._names.follow(models, in_modules=is_first))
-        undo.callback(self._graph_names.follow(models))
+        undo.callback(self._names.replace_in(models, in_modules=is_first))
+        undo.callback(self._graph_names.recompile(models))
         for model in models:
             # The casts of its weights keep these alive; of models that nobody gave us, for some steps more.
             finalizer = weakref.finalize(model, CASTS.forget_casts)
@@ -159,21 +182,18 @@ class TorchPatch(SessionPatch):
         self.counter = self.counter or CastCounter()
 
     def forget(self) -> None:
-        """Stops casting."""
         self.counter = None
         CASTS.close()
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
-        """What users registered, in this session and before."""
         return tuple(self._registrations.values())
 
     def register(self, registration: Registration) -> None:
-        """Adds a user's function to the tables, for this session and later ones."""
         self._registrations[id(registration.parent), registration.attribute] = registration
         if self._patcher is not None:
             self._bind(registration)
-            self._names.follow_everywhere()
+            self._names.replace_everywhere()
 
     def _bind(self, registration: Registration) -> None:
         assert self._patcher is not None, "bound while torch is not patched"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,13 +14,14 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ampatch.levels.patcher import Patcher
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.ranks import select_sharded
+from ampatch.levels.stack import logger
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import Float32Values, Shared
 from ampatch.models.model import ModelCaster, select_python
 from ampatch.patching.data_watch import DataWatch
-from ampatch.patching.patcher import Patcher
 from ampatch.patching.torch_features import BeforeGraph
 from ampatch.session.members import Members
 from ampatch.session.request import Request, unwrap_optimizer
@@ -31,9 +31,7 @@ from ampatch.steps.gradients import WatchForward, validate_sharded
 from ampatch.steps.masters import MasterParams, Weight
 from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
 
-logger = logging.getLogger("ampatch")
-
-Take = Callable[[Sequence[Tensor]], None]  # takes parameters that join an optimizer
+OnJoin = Callable[[Sequence[Tensor]], None]  # takes parameters that join an optimizer
 
 
 class Attachments:
@@ -89,12 +87,12 @@ class Attachments:
         if has_masters:
             amp.undo.callback(amp.masters.remove)
             self._make_masters(amp.masters, amp.params())
-        _attach(amp, has_masters, functools.partial(self._take_group, amp, has_masters))
+        _attach(amp, has_masters, functools.partial(self._join_group, amp, has_masters))
         amp.undo.callback(amp.close)
         if needs_whole_step(outer := amp.find_outer(), amp.optimizer):
             WholeStep(outer, amp).open(amp.undo)
 
-    def _take_group(self, amp: AmpOptimizer, has_masters: bool, params: Sequence[Tensor]) -> None:
+    def _join_group(self, amp: AmpOptimizer, has_masters: bool, params: Sequence[Tensor]) -> None:
         self.drop_scaled("add_param_group", params)
         if has_masters:
             self._make_masters(amp.masters, params)
@@ -143,24 +141,25 @@ def _serve_hooks(masters: MasterParams, optimizer: Optimizer, instance: Patcher,
         first = optimizer.register_step_post_hook(masters.end_step)
         optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
         undo.callback(first.remove)
-        undo.callback(optimizer.register_step_post_hook(masters.take_writes).remove)
+        undo.callback(optimizer.register_step_post_hook(masters.adopt_writes).remove)
     register, last = optimizer.register_step_pre_hook, undo.enter_context(ExitStack())
 
     @functools.wraps(register)
     def register_step_pre_hook(hook: Callable) -> RemovableHandle:
         handle = register(hook)
         last.close()
-        last.callback(register(masters.take_writes).remove)
+        last.callback(register(masters.adopt_writes).remove)
         return handle
 
     instance.replace(optimizer, "register_step_pre_hook", register_step_pre_hook)
 
 
-def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
+def _attach(amp: AmpOptimizer, has_masters: bool, on_join: OnJoin) -> None:
     """Puts hooks onto an optimizer, and methods that know of masters; `amp.undo` takes them away."""
     optimizer, instance = amp.optimizer, Patcher()
     amp.undo.callback(instance.close)
-    methods = {"add_param_group": functools.partial(_add_param_group, amp, take, optimizer.add_param_group)}
+    add_group = functools.partial(_add_param_group, amp, on_join, optimizer.add_param_group)
+    methods = {"add_param_group": add_group}
     if has_masters:
         methods["zero_grad"] = functools.partial(amp.zero_grad, optimizer.zero_grad)
         instance.replace(optimizer, "__reduce_ex__", CopyWithMasters(amp))
@@ -178,7 +177,7 @@ def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
             amp.undo.callback(one.register_state_dict_pre_hook(amp.masters.install_again).remove)
 
 
-def _add_param_group(amp: AmpOptimizer, take: Take, original: Callable, group: dict) -> None:
+def _add_param_group(amp: AmpOptimizer, on_join: OnJoin, original: Callable, group: dict) -> None:
     original(group)
     groups = amp.optimizer.param_groups
     params, present = groups[-1]["params"], {id(param) for one in groups[:-1] for param in one["params"]}
@@ -186,7 +185,7 @@ def _add_param_group(amp: AmpOptimizer, take: Take, original: Callable, group: d
     if any(id(pair.master) in present for pair in pairs):  # others were in a group that was taken out
         del groups[-1]
         raise ValueError("some parameters appear in more than one parameter group")
-    take(params)
+    on_join(params)
 
 
 def _find_inner(optimizer: Optimizer) -> list[Optimizer]:
@@ -234,14 +233,14 @@ def _make_copy(new: Callable[..., Optimizer], args: tuple) -> Optimizer:
         for half, master in state[1]:
             masters.add(Weight(half), master)
         amp = AmpOptimizer(copied, masters, Surroundings())
-        _attach(amp, True, functools.partial(_take_alone, masters))
+        _attach(amp, True, functools.partial(_join_alone, masters))
         copied.register_step_post_hook(amp.grads.leave)
 
     copied.__setstate__ = set_state  # type: ignore[method-assign]
     return copied
 
 
-def _take_alone(masters: MasterParams, params: Sequence[Tensor]) -> None:
+def _join_alone(masters: MasterParams, params: Sequence[Tensor]) -> None:
     for param in params:
         if param.dtype in HALF_TYPES and masters.get(param) is None:
             masters.add(Weight(param))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -17,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
+from ampatch.levels.patcher import Patcher, SessionPatch
 from ampatch.levels.private import CHECKPOINTS, explain_missing
-from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.levels.stack import logger
 from ampatch.session.members import Members
 from ampatch.steps.foreign_step import WholeStep
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.join import Join
 
-logger = logging.getLogger("ampatch")
 
 # Modules that are patched once somebody imports them (it may take a second): the place of each that changes.
 JOIN = "torch.distributed.algorithms.join"
@@ -57,10 +56,10 @@ class DistributedPatch(SessionPatch):
             if name in sys.modules:
                 self._modules[name](patcher)
             elif not self._are_waiting:
-                wrapt.register_post_import_hook(self._take_module, name)
+                wrapt.register_post_import_hook(self._patch_module, name)
         self._are_waiting = True
 
-    def _take_module(self, module: ModuleType) -> None:
+    def _patch_module(self, module: ModuleType) -> None:
         if self._patcher is not None:
             self._modules[module.__name__](self._patcher)
 
@@ -99,8 +98,8 @@ def with_names(
 
     @functools.wraps(original)
     def call(model: Module, optimizers: Sequence[object], *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        found = filter(None, map(members.find, optimizers))
-        masters = {pair.half: pair.master for amp in found for pair in amp.masters}
+        amps = filter(None, map(members.find, optimizers))
+        masters = {pair.half: pair.master for amp in amps for pair in amp.masters}
         own = vars(model)  # past `__setattr__`, by which compiled models set attributes of what they wrap
         if not masters or "named_parameters" in own:  # the one function calls the other
             return original(model, optimizers, *args, **kwargs)

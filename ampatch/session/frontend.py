@@ -18,11 +18,11 @@ from ampatch.casts.catalog import Catalog, Explanation, Name
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.loss_scale import Alarms, DynamicLossScale, is_number, validate_scale
 from ampatch.levels.overrides import Overrides, parse_flag, resolve
+from ampatch.levels.patcher import qualify
 from ampatch.levels.policy import Policy
 from ampatch.levels.stack import warn
 from ampatch.models.float8 import LayersExplained, explain_layers
 from ampatch.models.float32_parts import Keep, normalize_keep
-from ampatch.patching.patcher import qualify
 from ampatch.patching.torch_patch import Function, Registration, decorate, validate_place
 from ampatch.session.request import (
     Models,

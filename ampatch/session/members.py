@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module
 
+from ampatch.levels.patcher import Patcher, SessionPatch, get_raw
 from ampatch.levels.private import RUN_BACKWARD, graph_task
 from ampatch.levels.undo import refer
 from ampatch.models.cast_tensor import Float32Values, own_tensors
 from ampatch.models.hooks import list_tensors
-from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 from ampatch.steps.block import LateLoss, PlainBackward, ScaledLoss
 from ampatch.steps.events import Changes, Surroundings
 from ampatch.steps.foreign_step import find_hooked
@@ -100,11 +100,11 @@ class Members:
     def find(self, optimizer: object) -> AmpOptimizer | None:
         """Returns what is kept for an optimizer, or for the one that a trainer has wrapped."""
         find = self._optimizers.get(id(optimizer))
-        found = None if find is None else find()
-        if found is not None and optimizer is found.optimizer:  # as nearly always
-            return found
-        found = self._find(optimizer)
-        return found or next(filter(None, map(self._find, _look_through(optimizer)[1:])), None)
+        amp = None if find is None else find()
+        if amp is not None and optimizer is amp.optimizer:  # as nearly always
+            return amp
+        amp = self._find(optimizer)
+        return amp or next(filter(None, map(self._find, _look_through(optimizer)[1:])), None)
 
     def _find(self, optimizer: object) -> AmpOptimizer | None:
         find = self._optimizers.get(id(optimizer))
@@ -114,7 +114,7 @@ class Members:
         is_one = optimizer is amp.optimizer or optimizer is amp.find_outer()  # ids are used again
         return amp if is_one or any(optimizer is one for one in amp.masters.optimizers) else None
 
-    def optimizers(self, *, of_thread: int | None = None) -> list[AmpOptimizer]:
+    def optimizers(self, *, thread: int | None = None) -> list[AmpOptimizer]:
         """What is kept for the optimizers; or for those that a thread uses.
 
         One that no thread has used yet is any thread's, unless others train: then it may be theirs.
@@ -125,18 +125,17 @@ class Members:
             amp = find()
             if amp is not None:
                 amps[amp] = None
-        if of_thread is None:
+        if thread is None:
             return list(amps)
         for amp in amps:
-            others_train |= amp.thread not in (None, of_thread)
-        own = (of_thread,) if others_train else (None, of_thread)
+            others_train |= amp.thread not in (None, thread)
+        own = (thread,) if others_train else (None, thread)
         return [amp for amp in amps if amp.thread in own]
 
     def count(self) -> int:
         return len(self._optimizers)
 
     def weights(self) -> Iterator[Weight]:
-        """The half weights, with masters or without."""
         for amp in self.optimizers():
             yield from amp.masters
         for _, values in self._live_modules():
@@ -148,7 +147,6 @@ class Members:
         self._passive += map(refer, optimizers)
 
     def is_any_passive(self, optimizers: Sequence[object]) -> bool:
-        """Whether one of these passes through."""
         names = [one for optimizer in optimizers for one in _look_through(optimizer)]
         return any(reference() is one for one in names for reference in self._passive)
 
@@ -225,7 +223,7 @@ class MasterBackwards(SessionPatch):
                     return run(*args, **kwargs)
                 finally:
                     self._changes.count += 1
-            amps = self._members.optimizers(of_thread=get_ident())
+            amps = self._members.optimizers(thread=get_ident())
             for amp in amps:
                 if amp.masters.pairs:
                     amp.begin_backward()
@@ -256,7 +254,6 @@ class ScaledBackwards(SessionPatch):
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was seen."""
         self.blocks: dict[int, ScaledLoss] = {}  # that are open, by id; the innermost is the last
         self._ended = deque[int](maxlen=MANY)  # the numbers of those that have ended, in their graphs
 
@@ -294,33 +291,33 @@ class ScaledBackwards(SessionPatch):
                 self._adopt_others(scaled[-1])
                 return run(tensors, grad_tensors, *args, **kwargs)
             if (scale := self._find_late(roots)) is not None:
-                for tell in self._around.events.late_backward_begins:
-                    tell(None)
-                with LateLoss(scale, self._around, self._members.optimizers(of_thread=get_ident())):
+                for callback in self._around.events.late_backward_begins:
+                    callback(None)
+                with LateLoss(scale, self._around, self._members.optimizers(thread=get_ident())):
                     return run(tensors, grad_tensors, *args, **kwargs)
             plain = PlainBackward(grad_tensors is None and _are_tensors(roots), self.list_open())
             for block in plain.blocks:
                 block.release()
-            amps = [] if plain.blocks else self._members.optimizers(of_thread=get_ident())
+            amps = [] if plain.blocks else self._members.optimizers(thread=get_ident())
             for amp in amps:
                 amp.begin_plain_backward()
-            for tell in self._around.events.plain_backward_begins:
-                tell(plain)
+            for callback in self._around.events.plain_backward_begins:
+                callback(plain)
             try:
                 return run(tensors, grad_tensors, *args, **kwargs)
             finally:
                 for amp in amps:
                     if amp.phase is Phase.READ:  # and has no masters
                         amp.end_backward()
-                for tell in self._around.events.plain_backward_ended:
-                    tell(plain)
+                for callback in self._around.events.plain_backward_ended:
+                    callback(plain)
 
         return backward
 
     def _adopt_others(self, block: ScaledLoss) -> None:
         """Has a block unscale what its loss is about to make for optimizers that it does not name."""
         if self._members.count() > len(block.optimizers) and block.scale.capture is None:
-            block.adopt(self._members.optimizers(of_thread=get_ident()))
+            block.adopt(self._members.optimizers(thread=get_ident()))
 
     def _find_late(self, roots: object) -> Scale | None:
         """The scale of a block that has ended, if a backward begins at what came of the loss that it yielded.
@@ -334,8 +331,8 @@ class ScaledBackwards(SessionPatch):
 
     def _find_scaled(self, roots: object) -> list[ScaledLoss]:
         """The open blocks whose scaled losses a backward begins at, or at what came of them."""
-        found = self.list_open() if _are_tensors(roots) else []
-        return [block for block in found if leads_to(roots, block.scaled)]
+        blocks = self.list_open() if _are_tensors(roots) else []
+        return [block for block in blocks if leads_to(roots, block.scaled)]
 
 
 def _are_tensors(roots: object) -> TypeGuard[Sequence[Tensor]]:
@@ -353,10 +350,10 @@ def leads_to(roots: Sequence[Tensor], scaled: Tensor) -> bool:
 def walk(roots: Sequence[Tensor], first: int) -> Iterator[Node]:
     """Yields the nodes of a graph, but for those before the `first` number: they are numbered in order."""
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         yield node
         inner = {one for one, _ in node.next_functions if one is not None and one._sequence_nr() >= first}
-        waiting += inner - seen
-        seen |= inner
+        waiting += inner - visited
+        visited |= inner

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from ampatch.steps.events import Listener
 from ampatch.steps.foreign_step import find_hooked
 from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
 from ampatch.steps.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # One statement each: type checkers see none of them in an assignment of several.
 Models = TypeVar("Models", bound=Module | Sequence[Module])
@@ -91,7 +88,7 @@ class Request:
     keep_fp32: tuple[Keep, ...]
     float8_layers: tuple[Keep, ...]
     allow_half_params: bool
-    process_group: ProcessGroup | None
+    process_group: torch.distributed.ProcessGroup | None
     options: Mapping[str, object]  # of listeners, by the name of the argument; they read and check them
 
 
@@ -110,7 +107,7 @@ class Opening:
 SessionListener = Listener[Opening, ScaledLoss, AmpOptimizer, PlainBackward]
 
 
-def parse_process_group(value: object) -> ProcessGroup | None:
+def parse_process_group(value: object) -> torch.distributed.ProcessGroup | None:
     """Reads what `initialize` was given; raises AmpTypeError for what is no group that this rank is in."""
     dist = torch.distributed
     if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
@@ -218,10 +215,10 @@ def make_scalers(request: Request, first_id: int) -> list[LossScaler]:
 
 
 def _tensors(request: Request) -> list[Tensor]:
-    of_models = [param for model in request.models for param in model.parameters()]
+    params = [param for model in request.models for param in model.parameters()]
     optimizers = [unwrap_optimizer(outer) for outer in request.optimizers]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return of_models + [param for group in groups for param in group["params"]]
+    return params + [param for group in groups for param in group["params"]]
 
 
 def suited_level(models: Iterable[object]) -> str:
@@ -232,7 +229,6 @@ def suited_level(models: Iterable[object]) -> str:
 
 
 def device_types(request: Request) -> set[str]:
-    """The types of device that a call's models and optimizers live on, "cpu" or "cuda" for example."""
     return _types_of(_tensors(request))
 
 

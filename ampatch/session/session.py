@@ -6,9 +6,10 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import FrameType
 
 import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from ampatch.casts.cast import CASTS
 from ampatch.errors import AmpValueError, NotInitializedError
@@ -16,10 +17,11 @@ from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale
 from ampatch.levels.policy import Policy
 from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
 from ampatch.levels.ranks import find_rank, say
+from ampatch.levels.stack import logger
 from ampatch.models.cast_tensor import Shared, list_parts
 from ampatch.models.float8 import describe
 from ampatch.models.float32_parts import select_named
-from ampatch.models.model import ModelCaster, validate_models
+from ampatch.models.model import ModelCaster, ValuesById, validate_models
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.torch_features import Captures, ScriptModels, TorchFeatures
@@ -36,12 +38,10 @@ from ampatch.session.request import (
     validate_optimizers,
 )
 from ampatch.steps.block import ScaledLoss
-from ampatch.steps.events import Changes, Surroundings, Tells
+from ampatch.steps.events import Callbacks, Changes, Surroundings
 from ampatch.steps.masters import fit_states
 from ampatch.steps.optimizer import AmpOptimizer, InitializeCall
 from ampatch.steps.scaler import BackwardOutcome, LossScaler
-
-logger = logging.getLogger("ampatch")
 
 
 class Session(Surroundings):
@@ -67,6 +67,9 @@ class Session(Surroundings):
         # A block asks these two, each time: nothing stands between.
         self.capture, self.end_block = self._captures.current, self.casts.end_iteration
         self.end_scaled_block = self.scaled_backwards.end_block
+        thread = self.casts.thread
+        self.begin_step, self.end_step = thread.begin_step, thread.end_step
+        self.call_closure = thread.call_closure
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
         self._log_filter = LogFilter()
@@ -86,9 +89,9 @@ class Session(Surroundings):
         self._publish(self.events.session_closed, None)
 
     @staticmethod
-    def _publish(tells: Tells, what: object) -> None:
-        for tell in tells:
-            tell(what)
+    def _publish(callbacks: Callbacks, event: object) -> None:
+        for callback in callbacks:
+            callback(event)
 
     # Opening
 
@@ -101,31 +104,18 @@ class Session(Surroundings):
         """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
         self._forget_dropped()
         keep_freed_memory()
-        members, policy = self.members, request.policy
+        policy = request.policy
         # Tensors made in inference mode would never get gradients, and a scale could not be written.
         with torch.inference_mode(mode=False), ExitStack() as undo, ExitStack() as patching:
             self._open_log(request, undo)
-            values = members.map_values()
-            validate_models(request.models, policy, values, request.allow_half_params)
-            kept = select_named(request.models, request.keep_fp32, "keep_fp32")
-            validate_optimizers(request, members.list_tensors(), members.optimizers())
-            self.torch_patch.validate(policy)
-            skip_own_frames(self._unframed)
-            call = InitializeCall(policy, request.verbosity, make_scalers(request, len(self.scalers())))
-            self._open_patches(request, undo)
-            undo.callback(call.close)
-            call.undo.callback(members.restore, members.copy())
-            amps = self._attachments.make(request, self)
-            parts = list_parts(request.models)
-            call.members = [weakref.ref(one) for one in (*parts, *amps)]
-            changes_state = policy.is_pure_half or (policy.master_weights and request.allow_half_params)
-            states = [weakref.ref(one) for amp in amps if changes_state for one in amp.masters.optimizers]
-            call.undo.callback(fit_states, states)
-            opening = Opening(request, call, amps, undo)
+            values = self.members.map_values()
+            kept = self._validate(request, values)
+            opening = self._begin_call(request, undo)
+            call, amps = opening.call, opening.amps
             self._publish(self.events.call_opens, opening)  # to who sees batches, before they are cast
             caster = ModelCaster(request.models, policy, kept, values, self.shared, call.undo)
-            caster.open(request.float8_layers, members.float8)
-            members.add_modules(parts, caster.by_module, caster.float8)
+            caster.open(request.float8_layers, self.members.float8)
+            self.members.add_modules(list_parts(request.models), caster.by_module, caster.float8)
             self._attachments.open(request, caster, amps, call)
             opening.rounded, opening.buffered = caster.rounded, caster.name_buffered()
             if policy.patch_torch_functions:
@@ -141,8 +131,30 @@ class Session(Surroundings):
         self.data_watch.halved.clear()  # by this call
         if policy.is_pure_half:
             caster.forget_originals()
-        fit_states(states)
+        fit_states(find_changed_states(opening))
         self._publish(self.events.call_opened, opening)
+
+    def _validate(self, request: Request, values: ValuesById) -> list[Module]:
+        """Raises for what a call cannot do, beside those before it; returns the modules of `keep_fp32`."""
+        members = self.members
+        validate_models(request.models, request.policy, values, request.allow_half_params)
+        kept = select_named(request.models, request.keep_fp32, "keep_fp32")
+        validate_optimizers(request, members.list_tensors(), members.optimizers())
+        self.torch_patch.validate(request.policy)
+        return kept
+
+    def _begin_call(self, request: Request, undo: ExitStack) -> Opening:
+        """Patches what a session patches once, and makes what is kept for the call and its optimizers."""
+        skip_own_frames(self._unframed)
+        scalers = make_scalers(request, len(self.scalers()))
+        call = InitializeCall(request.policy, request.verbosity, scalers)
+        self._open_patches(request, undo)
+        undo.callback(call.close)
+        call.undo.callback(self.members.restore, self.members.copy())
+        opening = Opening(request, call, self._attachments.make(request, self), undo)
+        call.members = [weakref.ref(one) for one in (*list_parts(request.models), *opening.amps)]
+        call.undo.callback(fit_states, find_changed_states(opening))
+        return opening
 
     def _open_log(self, request: Request, undo: ExitStack) -> None:
         """Filters the log, from now on: it is silent while all calls are."""
@@ -191,15 +203,6 @@ class Session(Surroundings):
                 self.scaled_backwards.open(undo)
                 self._undo.push(undo.pop_all())
         self.scaled_backwards.begin_block(block)
-
-    def begin_step(self, frame: FrameType) -> None:
-        self.casts.thread.begin_step(frame)
-
-    def end_step(self, frame: FrameType) -> None:
-        self.casts.thread.end_step(frame)
-
-    def call_closure(self, closure: Callable[..., object], *args: object, **kwargs: object) -> object:
-        return self.casts.thread.call_closure(closure, *args, **kwargs)
 
     # Finding
 
@@ -274,9 +277,17 @@ class Session(Surroundings):
             stack.callback(patch.retry)
         stack.push(self._undo)
         stack.push(self._patching)
-        for tell in reversed(self.events.session_closes):
-            stack.callback(tell, None)
+        for callback in reversed(self.events.session_closes):
+            stack.callback(callback, None)
         stack.close()
+
+
+def find_changed_states(opening: Opening) -> list[weakref.ref[Optimizer]]:
+    """The optimizers whose state is of the type of half parameters, with the call or without it."""
+    request, policy = opening.request, opening.request.policy
+    is_changed = policy.is_pure_half or (policy.master_weights and request.allow_half_params)
+    amps = opening.amps if is_changed else ()
+    return [weakref.ref(one) for amp in amps for one in amp.masters.optimizers]
 
 
 class LogFilter(logging.Filter):
@@ -328,7 +339,6 @@ def format_banner(policy: Policy) -> str:
 
 
 def format_overflow(loss_id: int, before: float, after: float) -> str:
-    """The line for one skipped step."""
     scale = f"reducing loss scale to {after}" if after < before else f"keeping loss scale at {after}"
     return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"
 
@@ -341,7 +351,6 @@ class Announcer(SessionListener):
         self.session_closed(None)
 
     def session_closed(self, _: None) -> None:
-        """Lets everything be said again."""
         self._unannounced: list[Sequence[BackwardOutcome]] = []  # of each step what led to it
         self._said_slow = False
 
@@ -377,8 +386,8 @@ class Announcer(SessionListener):
                 continue
             first = next((outcome.loss_id for outcome in outcomes if outcome.read()[0]), None)
             if first is not None:
-                of_it = [outcome.read() for outcome in outcomes if outcome.loss_id == first]
-                say(format_overflow(first - self._first_loss(first), of_it[0][1], of_it[-1][2]))
+                numbers = [outcome.read() for outcome in outcomes if outcome.loss_id == first]
+                say(format_overflow(first - self._first_loss(first), numbers[0][1], numbers[-1][2]))
         self._unannounced = waiting
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.events import Surroundings
 from ampatch.steps.optimizer import AmpOptimizer, Phase
 from ampatch.steps.scaler import BackwardOutcome, LossScaler, Scale
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class NotYetScaled:
@@ -93,8 +90,8 @@ class ScaledLoss(NotYetScaled):
         if not scale.is_identity:
             self.scaled = scale.scale(loss)
             around.begin_scaled_block(self)
-        for tell in around.events.block_begins:
-            tell(self)
+        for callback in around.events.block_begins:
+            callback(self)
         return self.scaled
 
     def _prepare(self) -> Scale:
@@ -196,15 +193,15 @@ class ScaledLoss(NotYetScaled):
         except BaseException:  # Ctrl-C, say: some gradients may still be scaled
             self._close(self._discard)
             raise
-        for tell in self.around.events.block_ended if self.scaled is not None else ():
-            tell(self)
+        for callback in self.around.events.block_ended if self.scaled is not None else ():
+            callback(self)
 
     def _close(self, settle: Callable[[], None] | None = None) -> None:
         self.is_over = True
         try:
             self.around.end_block()
-            for tell in self.around.events.block_ends:
-                tell(self)
+            for callback in self.around.events.block_ends:
+                callback(self)
             if not self.scale.is_identity:
                 self.around.end_scaled_block(self)
             if settle is not None and not self._is_plain:
@@ -248,7 +245,7 @@ class ScaledLoss(NotYetScaled):
 
     def _finish(self, found_inf: Tensor, agrees: bool, knows_loss: bool) -> BackwardOutcome:
         """Has the scale follow, where the ranks can agree on an overflow."""
-        groups: dict[ProcessGroup, None] = {}
+        groups: dict[torch.distributed.ProcessGroup, None] = {}
         if agrees and has_ranks():
             for optimizer in self.optimizers:
                 groups |= dict.fromkeys(optimizer.list_groups())
@@ -267,11 +264,11 @@ class LateLoss(ScaledLoss):
 
     def __init__(self, scale: Scale, around: Surroundings, thread_optimizers: Iterable[AmpOptimizer]) -> None:
         super().__init__(torch.zeros(()), (), scale.scaler, around, scale=scale)
-        self._found = thread_optimizers
+        self._thread_optimizers = thread_optimizers
 
     def __enter__(self) -> Tensor:
         self._capture, self._is_plain, self._around = None, False, graph_task()
-        self.adopt(self._found)
+        self.adopt(self._thread_optimizers)
         return self.loss
 
     def _finish(self, *_: object, **__: object) -> BackwardOutcome | None:
@@ -284,4 +281,4 @@ class PlainBackward:
 
     is_whole: bool  # whether it begins at tensors, and no gradients are given, which may be scaled
     blocks: Sequence[ScaledLoss]
-    notes: list = field(default_factory=list)  # of who hears of it
+    before: list = field(default_factory=list)  # what who hears of it has seen before it

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-Tells = tuple[Callable[[object], object], ...]
+Callbacks = tuple[Callable[[object], object], ...]
 Opening = TypeVar("Opening")
 Block = TypeVar("Block")
 Amp = TypeVar("Amp")
@@ -66,13 +66,13 @@ class Listener(Generic[Opening, Block, Amp, Backward]):
 class Events:
     """The listeners of a session: of each event the functions that are to be called, in their order.
 
-    Whoever publishes one calls them: `for tell in events.block_begins: tell(block)`.
+    Whoever publishes one calls them: `for callback in events.block_begins: callback(block)`.
     """
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, event: str) -> Tells:
-            """What is told of an event, by the name of the method that hears of it."""
+        def __getattr__(self, event: str) -> Callbacks:
+            """What is called at an event, by the name of the method that hears of it."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()

@@ -9,46 +9,47 @@ from types import MethodType
 
 from torch.optim import Optimizer
 
+from ampatch.levels.patcher import Patcher
 from ampatch.levels.stack import wrap_closure
 from ampatch.levels.undo import weakly
 from ampatch.steps.optimizer import AmpOptimizer
 
 
-def list_wrapped(given: object) -> Iterator[object]:
+def list_wrapped(optimizer: object) -> Iterator[object]:
     """Yields a wrapper such as LARC or Lookahead, what it keeps, and so on to the innermost optimizer.
 
     A wrapper keeps it as `optim` or `optimizer`, or else as an attribute of another name.
     """
-    while given is not None:
-        yield given
-        named = getattr(given, "optim", None) or getattr(given, "optimizer", None)
-        kept = vars(given).values() if hasattr(given, "__dict__") else ()
-        given = named or next((value for value in kept if isinstance(value, Optimizer)), None)
+    while optimizer is not None:
+        yield optimizer
+        named = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
+        attributes = vars(optimizer).values() if hasattr(optimizer, "__dict__") else ()
+        optimizer = named or next((value for value in attributes if isinstance(value, Optimizer)), None)
 
 
-def find_hooked(given: object) -> Optimizer | None:
+def find_hooked(optimizer: object) -> Optimizer | None:
     """Returns the first of these that has hooks of its own, None if none has.
 
     Accelerate's wrapper derives from Optimizer and never calls its `__init__`; Lightning's hands on whatever
     it is asked for, hooks too.
     """
-    for one in list_wrapped(given):
+    for one in list_wrapped(optimizer):
         if "_optimizer_step_pre_hooks" in getattr(one, "__dict__", {}):
             return one  # type: ignore[return-value]  # only an Optimizer has these
     return None
 
 
-def needs_whole_step(given: object, optimizer: Optimizer) -> bool:
+def needs_whole_step(outer: object, optimizer: Optimizer) -> bool:
     """Whether the hooks of an optimizer's step are not enough to skip it.
 
     They can hide the gradients, and torch's own classes change nothing without. Others count steps, or
     raise where they find no gradient; and what a wrapper such as Lookahead does, no hook knows of. Our
     LARC changes nothing but gradients.
     """
-    if not hasattr(given, "step") or not hasattr(given, "__dict__"):
+    if not hasattr(outer, "step") or not hasattr(outer, "__dict__"):
         return False
-    if given is not optimizer and not (
-        _package(given) == "ampatch" and vars(given).get("optim") is optimizer
+    if outer is not optimizer and not (
+        _package(outer) == "ampatch" and vars(outer).get("optim") is optimizer
     ):
         return True
     is_own = _package(optimizer) in ("torch", "ampatch")
@@ -71,8 +72,7 @@ class WholeStep:
     __name__ = "step"  # by which a method pickles
 
     def __init__(self, owner: object, amp: AmpOptimizer) -> None:
-        self._owner = owner
-        self._own = vars(owner).get("step")  # what a scheduler put there
+        self._owner, self._patcher = owner, Patcher()
         self._step = owner.step  # type: ignore[attr-defined]
         self._amp: AmpOptimizer | None = amp
         if hasattr(self._step, "_wrapped_by_lr_sched"):
@@ -89,7 +89,7 @@ class WholeStep:
             return self._step(*args, **kwargs)
         # As the hooks of a step: those that run inside of it find that it has begun already.
         changed = amp.before_step(amp.optimizer, (owner, *args), kwargs)
-        amp.masters.take_writes()
+        amp.masters.adopt_writes()
         if changed is not None:
             (_, *args), kwargs = wrap_closure(*changed, amp.around.call_closure)  # type: ignore[misc]
         result = None
@@ -108,14 +108,9 @@ class WholeStep:
 
     def open(self, undo: ExitStack) -> None:
         """Takes its place; `undo` receives the way back."""
-        self._owner.step = MethodType(self, self._owner)  # type: ignore[attr-defined]
+        self._patcher.put(self._owner, "step", MethodType(self, self._owner))
         undo.callback(weakly(type(self)._close, self))  # the optimizer inside may outlive its wrapper
 
     def _close(self) -> None:
         self._amp = None
-        if getattr(vars(self._owner).get("step"), "__func__", None) is not self:
-            return
-        if self._own is None:
-            del self._owner.step  # type: ignore[attr-defined]
-        else:
-            self._owner.step = self._own  # type: ignore[attr-defined]
+        self._patcher.retry()

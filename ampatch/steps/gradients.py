@@ -70,7 +70,7 @@ def own_memory(grad: Tensor) -> Tensor:
 
 def find_grads(params: Iterable[Tensor]) -> list[Tensor]:
     """Returns the gradients that there are, such that each can be written in place."""
-    found = []
+    grads = []
     for param in params:
         grad = param.grad
         if grad is None:
@@ -78,8 +78,8 @@ def find_grads(params: Iterable[Tensor]) -> list[Tensor]:
         is_strided = type(grad) is Tensor and grad.layout is torch.strided
         if is_strided and not grad.is_contiguous() and is_expanded(grad):
             grad = param.grad = grad.clone()
-        found.append(grad)
-    return found
+        grads.append(grad)
+    return grads
 
 
 class EarlierGrads:
@@ -277,8 +277,8 @@ class WatchForward:
         for grads in self._listeners:
             grads.are_alone = ddp is None and not self._holds_ddp
             if ddp is not None:
-                note = grads.coming.discard if ddp.require_backward_grad_sync else grads.coming.add
-                note(id(module))
+                update = grads.coming.discard if ddp.require_backward_grad_sync else grads.coming.add
+                update(id(module))
 
     def _validate_params(self, module: Module) -> None:
         parts = select_sharded(module.modules())

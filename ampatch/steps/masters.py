@@ -75,7 +75,17 @@ class Weight:
     """
 
     __slots__ = (
-        *("half", "is_wrapper", "kept", "master", "pointer", "precise", "seen", "shown", "touched"),
+        *(
+            "half",
+            "is_wrapper",
+            "master",
+            "pointer",
+            "precise",
+            "shown",
+            "shown_version",
+            "touched",
+            "unedited",
+        ),
         *("__weakref__", "grad_pointer", "lock", "version", "written"),
     )
 
@@ -83,11 +93,11 @@ class Weight:
         self.half = half
         self.precise = precise  # None where there are no float32 values, or none any more
         self.master: Parameter | None = None  # the same, once an optimizer steps them
-        self.kept: Tensor | None = None  # what the master was before it showed what no step has taken
+        self.unedited: Tensor | None = None  # what the master was before it showed what no step has taken
         self.touched = touched
         self.lock = StepLock()
         self.shown: Tensor | None = None  # what a state_dict shows, if forwards are to look for edits of it,
-        self.seen = 0  # and its version then
+        self.shown_version = 0  # and its version then
         self.grad_pointer = 0  # of the gradient of both, where each has a tensor of its own to show it
         self.is_wrapper = is_wrapper(half)
         self.mark_synced()
@@ -118,7 +128,7 @@ class Weight:
     def find_written(self) -> Tensor | None:
         """What was written of the float32 values, or of those shown, and is not in the half tensor yet."""
         precise, shown = self.precise, self.shown
-        if shown is not None and shown is not precise and version_of(shown) != self.seen:
+        if shown is not None and shown is not precise and version_of(shown) != self.shown_version:
             return shown
         if precise is None or (version_of(precise) == self.written and not self.was_asked_last()):
             return None
@@ -137,8 +147,8 @@ class Weight:
             return
         if written is self.shown:
             self._adopt(written)
-        elif (kept := self._find_kept()) is not None:  # what the master shows of edits was not written
-            kept.copy_(torch.where(written == refine(kept, self.half), kept, written))
+        elif (unedited := self._find_unedited()) is not None:  # edits that the master shows were not written
+            unedited.copy_(torch.where(written == refine(unedited, self.half), unedited, written))
         self.half.copy_(written)
         self.mark_synced()
         self._keep_touched()
@@ -149,16 +159,16 @@ class Weight:
             self.precise = shown
         else:
             self.precise.copy_(shown)
-        self.kept, self.shown = None, self.precise if self.master is None else None
+        self.unedited, self.shown = None, self.precise if self.master is None else None
 
-    def _take_shown(self) -> None:
+    def _adopt_shown(self) -> None:
         """Takes what was written into shown values, or into a master that shows edits."""
         written = self.find_written()
-        if written is not None and (written is self.shown or self._find_kept() is not None):
+        if written is not None and (written is self.shown or self._find_unedited() is not None):
             if written is self.shown or version_of(self.half) == self.version:
                 self.round_written()
             else:
-                self.kept = None
+                self.unedited = None
 
     def round_shown(self) -> None:
         """Does so for what a state_dict showed, and frees what was made for that and not written."""
@@ -183,9 +193,9 @@ class Weight:
             return half.detach().float()
         if not is_free or not is_comparable(half):
             return None
-        kept = self._find_kept()
-        values = (precise if kept is None else kept).detach()
-        is_own = kept is None and not precise.is_inference() and not is_expanded(precise)
+        unedited = self._find_unedited()
+        values = (precise if unedited is None else unedited).detach()
+        is_own = unedited is None and not precise.is_inference() and not is_expanded(precise)
         if values.device != half.device:  # by Module.to
             values, is_own = values.to(half.device), False
         return None if is_own and self._is_untouched() else refine(values, half)
@@ -213,7 +223,7 @@ class Weight:
                 self.shown.copy_(changed)  # type: ignore[union-attr]
             else:
                 self.shown = changed
-            self.seen = version_of(self.shown)
+            self.shown_version = version_of(self.shown)
             return self.shown.detach()
 
     def _is_made_like(self, changed: Tensor) -> bool:
@@ -228,7 +238,7 @@ class Weight:
         if precise is not None:
             precise.copy_(loaded)
             self.written = version_of(precise)  # the half tensor is about to be loaded, too
-        self.kept, self.shown = None, precise if self.shown is precise else None
+        self.unedited, self.shown = None, precise if self.shown is precise else None
 
     # Masters
 
@@ -252,34 +262,34 @@ class Weight:
         return self.master is not None and self.pointer != half.data_ptr()
 
     @torch.no_grad()
-    def take_edit(self) -> None:
+    def adopt_edit(self) -> None:
         """Feeds the master with what was written into the half tensor; no host sync."""
-        self._take_shown()
-        kept, self.kept = self._find_kept(), None
-        values = self.master if kept is None else kept
+        self._adopt_shown()
+        unedited, self.unedited = self._find_unedited(), None
+        values = self.master if unedited is None else unedited
         self.master.copy_(refine(values.detach(), self.half.detach()))  # type: ignore[union-attr]
         self.mark_synced()
 
     def show_edit(self) -> None:
         """Does so until the next step, which takes what is in the half tensor by then; no host sync."""
-        self._take_shown()
+        self._adopt_shown()
         if not self.is_edited():
             return
-        kept = self._find_kept()
-        if kept is None:
-            kept = self.master.detach().clone()  # type: ignore[union-attr]
-        self.take_edit()
-        self.kept = kept
+        unedited = self._find_unedited()
+        if unedited is None:
+            unedited = self.master.detach().clone()  # type: ignore[union-attr]
+        self.adopt_edit()
+        self.unedited = unedited
         self._keep_touched()
 
-    def _find_kept(self) -> Tensor | None:
-        if self.kept is not None and not (self.touched and id(self.half) in self.touched):
-            self.kept = None  # a step has ended since
-        return self.kept
+    def _find_unedited(self) -> Tensor | None:
+        if self.unedited is not None and not (self.touched and id(self.half) in self.touched):
+            self.unedited = None  # a step has ended since
+        return self.unedited
 
     def _keep_touched(self) -> None:
         """Has the next step look at what the master only shows."""
-        if self.kept is not None and self.touched is not None:
+        if self.unedited is not None and self.touched is not None:
             self.touched.add(id(self.half))
 
     def settle(self, asked: Tensor) -> None:
@@ -316,7 +326,6 @@ class Weight:
             self.grad_pointer = _pointer_of(grad)
 
     def has_side(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the half one or its master, where there is one."""
         return self.master is not None and (tensor is self.half or tensor is self.master)
 
     def assign_grad(self, side: Tensor, grad: Tensor | None) -> None:
@@ -461,18 +470,18 @@ class MasterParams:
             state.update(items)
             forget_partition(optimizer)
 
-    def take_edits(self) -> None:
+    def adopt_edits(self) -> None:
         """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
         self.install_again()
         with self.lock as is_free:
             for pair in self._find_edited() if is_free else ():
-                pair.take_edit()
+                pair.adopt_edit()
 
-    def take_writes(self, *_: object) -> None:
+    def adopt_writes(self, *_: object) -> None:
         """Does so in a step of this thread, where masters are in the param groups; a hook of the step."""
         with self.lock.mutex:
             for pair in self._find_edited():
-                pair.take_edit()
+                pair.adopt_edit()
 
     def show_edits(self) -> None:
         """Has masters show what was written into the model, for who reads them; the next step takes it."""
@@ -514,7 +523,7 @@ class MasterParams:
     def repeat_step(self) -> None:
         """Notes that a step ran in a CUDA graph that was replayed, which took no edits."""
         for pair in self.pairs:
-            pair.kept = None
+            pair.unedited = None
             pair.mark_synced()
 
     def copy_edits_to_model(self) -> None:
@@ -527,9 +536,9 @@ class MasterParams:
                 if pair.written != pair.master._version or (touched and pair.was_asked_last())
             ]
             for pair in edited if is_free else ():
-                if pair.kept is not None:
+                if pair.unedited is not None:
                     pair.round_written()
-            edited = [pair for pair in edited if pair.kept is None]
+            edited = [pair for pair in edited if pair.unedited is None]
             if edited and is_free:  # else a step rounds them when it ends
                 plain = [pair for pair in edited if not pair.is_wrapper]
                 _round(edited, [pair.half for pair in plain], [pair.master for pair in plain])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 import functools
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,16 +19,13 @@ from torch.optim import Optimizer
 from ampatch.errors import AmpError
 from ampatch.levels.policy import Policy
 from ampatch.levels.ranks import has_ranks
-from ampatch.levels.stack import is_running, wrap_closure
+from ampatch.levels.stack import is_running, logger, wrap_closure
 from ampatch.levels.undo import refer
 from ampatch.steps.captured import CapturedBlock, CapturedGrads, capture_step, enter_capture
 from ampatch.steps.events import Surroundings
 from ampatch.steps.gradients import EarlierGrads, LocalGrads, MasterGrads, find_grads, scale_again
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.scaler import Agreement, BackwardOutcome, LossScaler, Scale
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Phase(enum.Enum):
@@ -112,7 +108,7 @@ class SkipStep:
         if self._hidden:
             self._hidden = []
         if self._put is not None:
-            self._take_away(optimizer)
+            self._remove_found_inf(optimizer)
 
     def skip_after_overflow(self, optimizer: Optimizer, outcomes: list[BackwardOutcome]) -> None:
         """Has the step that begins change nothing if any outcome is an overflow."""
@@ -135,9 +131,8 @@ class SkipStep:
             self._stepped.update(map(id, new))
 
     def end(self, optimizer: Optimizer) -> None:
-        """Puts hidden gradients back."""
         if self._put is not None:
-            self._take_away(optimizer)
+            self._remove_found_inf(optimizer)
         if self._hidden:
             for param, grad in self._hidden:
                 param.grad = grad
@@ -149,7 +144,7 @@ class SkipStep:
         self._put = both, theirs
         optimizer.found_inf = both  # type: ignore[attr-defined]
 
-    def _take_away(self, optimizer: Optimizer) -> None:
+    def _remove_found_inf(self, optimizer: Optimizer) -> None:
         put, self._put = self._put, None
         if put is not None and vars(optimizer).get("found_inf") is put[0]:
             del optimizer.found_inf  # type: ignore[attr-defined]
@@ -415,8 +410,7 @@ class AmpOptimizer:
         self.pending.append(outcome)
         return outcome
 
-    def list_groups(self) -> Collection[ProcessGroup]:
-        """The process groups whose ranks must agree on an overflow of the gradients."""
+    def list_groups(self) -> Collection[torch.distributed.ProcessGroup]:
         return self.agreement.list_groups(self.params())
 
     def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
@@ -432,7 +426,7 @@ class AmpOptimizer:
     # A step
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
-        """Prepares a step; the hook that runs before `optimizer.step`. `masters.take_writes` must follow.
+        """Prepares a step; the hook that runs before `optimizer.step`. `masters.adopt_writes` must follow.
 
         A class that calls the `step` of its base class runs the hooks of both: the outer ones count.
         """
@@ -442,8 +436,8 @@ class AmpOptimizer:
         with lock.mutex:
             lock.step = sys._getframe(1)
         self.thread = get_ident()
-        for tell in self._events.step_begins:
-            tell(self)
+        for callback in self._events.step_begins:
+            callback(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
         self._captured = captured = self.around.capture()
@@ -463,7 +457,7 @@ class AmpOptimizer:
         self._skip.end(optimizer)  # what an overflow before has hidden is the closure's to clear
         self.pending, self.last_outcomes = self.last_outcomes, []
         result = closure()
-        self.masters.take_edits()
+        self.masters.adopt_edits()
         self._before_update(optimizer)
         return result
 
@@ -492,18 +486,18 @@ class AmpOptimizer:
             self.masters.end_step(optimizer)
         self._lock.step = None
         if self._captured is None:
-            for tell in self._events.step_ended:
-                tell(self)
+            for callback in self._events.step_ended:
+                callback(self)
         else:
             capture_step(self, self._captured)
 
     def repeat_step(self) -> None:
         """Notes that a step ran in a CUDA graph that was replayed."""
-        for tell in self._events.step_begins:
-            tell(self)
+        for callback in self._events.step_begins:
+            callback(self)
         self.last_outcomes, self.pending = self.pending, []
-        for tell in self._events.step_ended:
-            tell(self)
+        for callback in self._events.step_ended:
+            callback(self)
 
     def show_grads(self) -> None:
         """Puts the gradients back that a skipped step has hidden."""
@@ -519,10 +513,7 @@ class AmpOptimizer:
         self.settle()
         self.grads.share()
         drop_after_overflow(self.optimizer, [*self.params(), *self.masters.model_params()], self.pending)
-        self.masters.take_edits()
-
-
-logger = logging.getLogger("ampatch")
+        self.masters.adopt_edits()
 
 
 def drop_after_overflow(

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -18,9 +17,6 @@ from ampatch.errors import AmpError
 from ampatch.levels.loss_scale import DynamicLossScale, LossScale, parse_loss_scale, validate_scale
 from ampatch.levels.private import check_and_unscale_, group_by_kind, update_scale_
 from ampatch.levels.ranks import has_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 NEVER = 2**31 - 1  # a growth interval that no tracker reaches
 
@@ -114,7 +110,7 @@ class LossScaler:
         self._waiting: WeakSet[BackwardOutcome] = WeakSet()  # what these returned, while somebody keeps it
         self._last: BackwardOutcome | None = None
         self._was_asked = False
-        self._groups: Sequence[ProcessGroup] = ()  # of gradients that were unscaled by hand
+        self._groups: Sequence[dist.ProcessGroup] = ()  # of gradients that were unscaled by hand
         self.set_scale(config.init_scale if isinstance(config, DynamicLossScale) else config.value)
 
     def __getstate__(self) -> dict[str, object]:
@@ -134,9 +130,9 @@ class LossScaler:
         self._config = config
         self.is_dynamic = isinstance(config, DynamicLossScale)  # whether the scale follows overflows
         self._bounds = (config.floor, config.ceiling) if isinstance(config, DynamicLossScale) else (0, 0)
-        self._note_identity()
+        self._update_identity()
 
-    def _note_identity(self) -> None:
+    def _update_identity(self) -> None:
         # Whether scaling changes nothing, now and later: a static scale of 1.
         self.is_identity = self._number == 1.0 and not self.is_dynamic
 
@@ -184,7 +180,7 @@ class LossScaler:
         update: bool = True,
         counts: bool = True,
         capture: object = None,
-        groups: Collection[ProcessGroup] = (),
+        groups: Collection[dist.ProcessGroup] = (),
     ) -> BackwardOutcome:
         """Ends a backward pass: updates the scale by `found_inf` and returns what happened.
 
@@ -246,7 +242,6 @@ class LossScaler:
         return is_overflow
 
     def _update(self, counts: bool = True) -> None:
-        """Updates the scale by what was carried."""
         found_inf, self._carried = self._carried, None
         self._waiting.clear()
         config = self._config
@@ -283,7 +278,7 @@ class LossScaler:
         """Sets the scale; raises AmpValueError or AmpTypeError for anything but a number above 0."""
         validate_scale("loss scale", value)
         self._number = float(value)
-        self._note_identity()
+        self._update_identity()
         self._scale.fill_(self._number)
         self._current: Scale | None = None if self.is_dynamic else Scale(self, self._number)
 
@@ -386,7 +381,7 @@ class BackwardOutcome:
         """Returns 1 if any pass overflowed, else 0, on the device of the first."""
         # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
         first, *others = [outcome.found_inf for outcome in outcomes]
-        return functools.reduce(torch.maximum, [found.to(first.device) for found in others], first)
+        return functools.reduce(torch.maximum, [found_inf.to(first.device) for found_inf in others], first)
 
     def poll(self) -> tuple[bool, float, float] | None:
         """Returns what `read` does if it has reached the host, else None; never waits."""
@@ -446,16 +441,16 @@ class Agreement:
 def list_meshes(tensors: Iterable[Tensor]) -> list[dist.DeviceMesh]:
     """Returns the device meshes that tensors are on, each once; a plain tensor is on none."""
     others = [tensor for tensor in tensors if type(tensor) is not Parameter]  # to ask those takes longest
-    found = [getattr(tensor, "device_mesh", None) for tensor in others]
-    return list({id(mesh): mesh for mesh in found if mesh is not None}.values())
+    meshes = [getattr(tensor, "device_mesh", None) for tensor in others]
+    return list({id(mesh): mesh for mesh in meshes if mesh is not None}.values())
 
 
 def _select_groups(
-    meshes: Iterable[dist.DeviceMesh], given: dist.ProcessGroup | None
+    meshes: Iterable[dist.DeviceMesh], named: dist.ProcessGroup | None
 ) -> list[dist.ProcessGroup]:
     own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]  # those that this rank is in
     groups = [mesh.get_group(dim) for mesh in own for dim in range(mesh.ndim)]
-    groups += [] if given is None else [given]
+    groups += [] if named is None else [named]
     by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for group in groups:  # dimension by dimension on every rank, or a found_inf does not reach all of a mesh
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), group)

@@ -91,36 +91,35 @@ class SweepCampaign:
 
         Ranks are not: they would stop at different steps, and wait for each other.
         """
-        of_all = run.row in LEVELS and run.row != BASELINE and not self._plan.settings.in_full
-        origin = [it for it in finished(self.records, BASELINE) if it.processor_ms]
-        if not of_all or run.nproc_per_node or not origin:
+        may_be_cut = run.row in LEVELS and run.row != BASELINE and not self._plan.settings.in_full
+        origin = [run for run in finished(self.records, BASELINE) if run.processor_ms]
+        if not may_be_cut or run.nproc_per_node or not origin:
             return None
-        seconds = max((it.training.ended - it.training.began) / 1e9 for it in origin)
-        busy = max(it.steps * it.processor_ms / 1000 for it in origin)
+        seconds = max((run.training.ended - run.training.began) / 1e9 for run in origin)
+        busy = max(run.steps * run.processor_ms / 1000 for run in origin)
         return PATIENCE * seconds, PATIENCE * busy
 
     def _without_made(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         """Leaves out the runs that were made, and those of rows that took too long."""
-        made = [{"row": it.row, "seed": it.seed, "repeat": it.repeat} for it in self.records]
-        slow = {it.row for it in self.records if it.outcome in (Ending.TIMED_OUT, Ending.CUT)}
+        made = [{"row": run.row, "seed": run.seed, "repeat": run.repeat} for run in self.records]
+        slow = {run.row for run in self.records if run.outcome in (Ending.TIMED_OUT, Ending.CUT)}
         return [run for run in runs if run.identity() not in made and run.row not in slow]
 
     def _progress(
         self, run: PlannedRun, ahead: Sequence[PlannedRun], over: Run | None = None
     ) -> SweepProgress:
         name, total = self._title(run), self._plan.settings.runs
-        return SweepProgress(name, over, total - len(ahead), total, self._left(ahead))
+        return SweepProgress(name, over, total - len(ahead), total, self._seconds_left(ahead))
 
-    def _left(self, ahead: Sequence[PlannedRun]) -> float | None:
+    def _seconds_left(self, ahead: Sequence[PlannedRun]) -> float | None:
         """Returns the seconds that runs take if each takes as long as its row did, or as the typical run."""
         if not self.records:
             return None
-        usual = statistics.median(it.seconds for it in self.records)
-        takes = {it.row: it.seconds for it in self.records}
+        usual = statistics.median(run.seconds for run in self.records)
+        takes = {run.row: run.seconds for run in self.records}
         return sum(takes.get(run.row, usual) for run in ahead)
 
     def sweep(self) -> Sweep:
-        """Makes of the runs what there is to make of them."""
         environment = with_device(self._environment, self.records)
         return summarize(self._plan.settings, environment, self.records)
 
@@ -203,14 +202,14 @@ def with_device(environment: Environment, runs: Iterable[Run]) -> Environment:
     return replace(environment, device=next((run.device for run in runs if run.device != "cpu"), "cpu"))
 
 
-def find_half_flags(path: Path = CPUS) -> str | None:
+def find_half_flags() -> str | None:
     """Returns the instructions for half types that Linux says the CPU has, None elsewhere."""
-    words = set(read_text(path).split())
+    words = set(read_text(CPUS).split())
     return ", ".join(flag for flag in HALF_FLAGS if flag in words) if words else None
 
 
-def find_cpu(path: Path = CPUS) -> str:
+def find_cpu() -> str:
     """Returns the name of the CPU, as Linux knows it or else as Python does."""
-    lines = [line.partition(":") for line in read_text(path).splitlines()]
+    lines = [line.partition(":") for line in read_text(CPUS).splitlines()]
     names = [value.strip() for name, _, value in lines if name.strip() in ("model name", "Model", "cpu")]
     return next(filter(None, [*names, platform.processor(), platform.machine()]), "unknown")

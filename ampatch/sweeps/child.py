@@ -26,11 +26,10 @@ from ampatch.sweeps.results import to_plain
 from ampatch.sweeps.rows import Ending, Run
 from ampatch.sweeps.runner import NO_STEPS, own_part
 from ampatch.tools.process import Stop
-from ampatch.tools.seeds import kept_seeds, set_seeds, shifted_seeds
+from ampatch.tools.seeds import restored_seeds, set_seeds, shifted_seeds
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Carries out what this rank has of a `PlannedRun`, which is given as JSON."""
     carry_out(own_part(PlannedRun.from_json(arguments[0])))
 
 
@@ -52,10 +51,10 @@ def carry_out(run: PlannedRun) -> None:
     except EnoughSteps:
         return
     except Exception as error:
-        meter.note_error(error)
+        meter.record_error(error)
         if os.getpid() == process:
-            said = [line.replace("ampatch run", "ampatch sweep") for line in advice(run.script, error)]
-            text = "; ".join([line_of(error), *said])
+            hints = [line.replace("ampatch run", "ampatch sweep") for line in advice(run.script, error)]
+            text = "; ".join([line_of(error), *hints])
             run.file("raised").write_text(text, encoding="utf-8", errors="backslashreplace")
         raise
     finally:
@@ -70,7 +69,6 @@ def write(run: PlannedRun, meter: TrainingMeter) -> None:
 
 @contextmanager
 def conditions(run: PlannedRun, meter: TrainingMeter) -> Iterator[None]:
-    """Seeds everything, and lets the observers watch, while the context is open."""
     with ExitStack() as stack:
         stack.enter_context(amp.observe(meter))
         if run.autocast_dtype is not None:
@@ -119,7 +117,7 @@ class FunctionRunner:
         return Run(**run.identity(), **facts, ended=time.time_ns(), **measured)
 
     def _call(self, run: PlannedRun, meter: TrainingMeter) -> Exception | None:
-        with kept_seeds():
+        with restored_seeds():
             try:
                 with amp.override(**run.overrides), conditions(run, meter):
                     try:
@@ -131,6 +129,6 @@ class FunctionRunner:
             except EnoughSteps:
                 return None
             except Exception as error:
-                meter.note_error(error)
+                meter.record_error(error)
                 return error
         return None

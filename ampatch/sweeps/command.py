@@ -83,9 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 2  # and rank 0 says why
     levels = DEFAULT_LEVELS if arguments.levels is None else arguments.levels.split(",")
     rows = parse_rows([level.strip() for level in levels], arguments.variant or ())
-    given = {name: value for name in (*LEAST, "isolate") if (value := getattr(arguments, name)) is not None}
+    settings = {
+        name: value for name in (*LEAST, "isolate") if (value := getattr(arguments, name)) is not None
+    }
     in_full = arguments.levels is not None
-    plan = make_plan(find_script(arguments), rows, in_full=in_full, **given)
+    plan = make_plan(find_script(arguments), rows, in_full=in_full, **settings)
     return sweep(plan, arguments.out, resume=bool(arguments.resume))
 
 
@@ -145,4 +147,4 @@ def runs_to_keep(out: str, plan: Plan) -> tuple[Run, ...]:
             f"--resume: the sweep in {out!r} was another one ({'; '.join(others)}): expected the same "
             "script, arguments, options and versions; without --resume all runs are made"
         )
-    return tuple(it for it in before.records if it.outcome is not Ending.INTERRUPTED)
+    return tuple(run for run in before.records if run.outcome is not Ending.INTERRUPTED)

@@ -96,18 +96,16 @@ def count(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.{value != round(value):d}f}"
 
 
-def plural(many: int, thing: str) -> str:
-    return f"{many} {thing}{'' if many == 1 else 's'}"
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def with_exponent(value: float, digits: int) -> str:
-    """Writes a number with an exponent, as short as it can be."""
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     return f"{trim(mantissa)}e{int(exponent)}"
 
 
 def trim(text: str) -> str:
-    """Returns a decimal without zeros at its end."""
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 
 
@@ -130,6 +128,6 @@ def typeset(text: str) -> str:
     """  # noqa: RUF002
     if text == NOTHING:
         return "–"  # noqa: RUF001
-    text = re.sub(r"\^(-?\d+)", lambda it: it[1].translate(SUPERSCRIPTS), text)
-    text = re.sub(r"(?<![\d.⁰¹²³⁴⁵⁶⁷⁸⁹⁻])\d{4,}", lambda it: f"{int(it[0]):,}", text)
+    text = re.sub(r"\^(-?\d+)", lambda match: match[1].translate(SUPERSCRIPTS), text)
+    text = re.sub(r"(?<![\d.⁰¹²³⁴⁵⁶⁷⁸⁹⁻])\d{4,}", lambda match: f"{int(match[0]):,}", text)
     return re.sub(r"x$", "×", text).replace("-", "−").replace("inf", "∞")  # noqa: RUF001

@@ -290,10 +290,10 @@ class Plan:
         return isolated(self.script) if self.settings.isolate else self.script
 
     def _run(self, row: Variant, seed: int, repeat: int) -> PlannedRun:
-        given = self.script.arguments
+        templates = self.script.arguments
         words = {SEED: seed, LEVEL: row.overrides["opt_level"], "{row}": slug(row.name), "{repeat}": repeat}
         words["{run}"] = f"{slug(row.name)}-seed{seed}-repeat{repeat}"
-        arguments = tuple(replace_words(argument, words) for argument in given)
+        arguments = tuple(replace_words(argument, words) for argument in templates)
         return PlannedRun(
             row=row.name,
             seed=seed,
@@ -301,7 +301,7 @@ class Plan:
             script=replace(self._script(), arguments=arguments),
             overrides=row.overrides,
             autocast_dtype=row.autocast_dtype,
-            shift_seeds=not any(SEED in argument for argument in given),
+            shift_seeds=not any(SEED in argument for argument in templates),
             steps=self.settings.steps,
             nproc_per_node=self.settings.nproc_per_node,
             isolate=self.settings.isolate,

@@ -121,7 +121,7 @@ def find_last() -> str:
     files = [path for path in Path().glob(f"{DEFAULT}*/{JSON}") if FORMAT in path.read_text(errors="replace")]
     if not files:
         raise AmpValueError(f"--resume: there is no {DEFAULT} with a {JSON} here: expected one, or --out")
-    return str(max(files, key=lambda it: it.stat().st_mtime_ns).parent)
+    return str(max(files, key=lambda path: path.stat().st_mtime_ns).parent)
 
 
 def write(path: Path, text: str) -> None:
@@ -163,7 +163,7 @@ def from_json(text: str, name: str = JSON) -> Sweep:
         )
     try:
         settings, environment = (
-            kind(**known(kind, parts[part]))
+            kind(**select_fields(kind, parts[part]))
             for kind, part in ((Settings, "settings"), (Environment, "environment"))
         )
         return summarize(settings, environment, list(map(to_run, parts["records"])))
@@ -183,13 +183,13 @@ def read_sweep(name: str) -> Sweep:
 
 def to_run(values: Mapping[str, object]) -> Run:
     """Makes a run of what JSON has of it."""
-    plain = known(Run, values)
+    plain = select_fields(Run, values)
     for name in ("losses", "metrics"):
         plain[name] = {key: Curve(**curve) for key, curve in plain.get(name, {}).items()}
     return Run(**plain | {"outcome": Ending(plain.get("outcome", Ending.FINISHED))})
 
 
-def known(kind: type, values: Mapping[str, object]) -> dict[str, object]:
+def select_fields(kind: type, values: Mapping[str, object]) -> dict[str, object]:
     """Returns the values of the fields that a row has, as they were before they were plain."""
     names = {field.name for field in fields(kind)}
     return {name: from_plain(value) for name, value in values.items() if name in names}

@@ -159,7 +159,6 @@ class Run:
         return max((self.waited, "waited"), (self.throttled or 0.0, "throttled"))
 
     def last(self, metric: str) -> float | None:
-        """Returns the last value of a metric, None if it was never reported."""
         curve = self.metrics.get(metric)
         return curve.values[-1] if curve and curve.values else None
 
@@ -224,7 +223,11 @@ class Level:
         if self.speed is not None:
             parts.append(numbers.ratio(self.speed))
         values = [("loss", self.loss), *self.metrics.items()]
-        parts += [f"{name} {numbers.short(it.value)}" for name, it in values if it.value is not None]
+        parts += [
+            f"{name} {numbers.short(distance.value)}"
+            for name, distance in values
+            if distance.value is not None
+        ]
         return "  ".join([*parts, ": ".join(filter(None, (self.verdict, self.reason)))])
 
 
@@ -295,7 +298,6 @@ class Sweep:
     recommendation: Recommendation
 
     def __str__(self) -> str:
-        """Writes a line for each level, and the recommendation."""
         width = max((len(row.name) for row in self.rows), default=0)
         return "\n".join([*(row.describe(width) for row in self.rows), self.recommendation.reason])
 
@@ -304,13 +306,11 @@ class Sweep:
 
 
 def find_level(rows: Iterable[Level], name: str | None = BASELINE) -> Level | None:
-    """Returns the level of a name, None if there is none."""
     return next((row for row in rows if row.name == name), None)
 
 
 def finished(runs: Iterable[Run], row: str | None = None) -> list[Run]:
-    """Returns the runs that came to their end, of one level if it is named."""
-    return [it for it in runs if it.outcome is Ending.FINISHED and row in (None, it.row)]
+    return [run for run in runs if run.outcome is Ending.FINISHED and row in (None, run.row)]
 
 
 # ---- Short names of rows, for tables and charts: a level has its own, variants are V1, V2 and so on ----
@@ -336,10 +336,9 @@ def abbreviate(text: str, keys: Mapping[str, str]) -> str:
     variants = sorted((name for name, key in keys.items() if name != key), key=len, reverse=True)
     if not variants:
         return text
-    return re.sub("|".join(map(re.escape, variants)), lambda found: keys[found[0]], text)
+    return re.sub("|".join(map(re.escape, variants)), lambda match: keys[match[0]], text)
 
 
 def metric_names(rows: Sequence[Level], runs: Iterable[Run]) -> list[str]:
-    """Returns the names of all metrics of levels and runs, in the order in which they come."""
-    found = [name for row in rows for name in row.metrics]
-    return list(dict.fromkeys(found + [name for run in runs for name in run.metrics]))
+    names = [name for row in rows for name in row.metrics]
+    return list(dict.fromkeys(names + [name for run in runs for name in run.metrics]))

@@ -38,7 +38,7 @@ def execute(run: PlannedRun, timeout: float | None, stop: Stop) -> Run:
         grace = GRACE_SECONDS if run.nproc_per_node is None else SECONDS
         place = copy_working_directory(folder / "copy") if run.isolate else None
         with child_process(command_of(inner), log, run.seed, grace, folder=place) as process:
-            has_ended = wait(process, timeout, stop, lambda: None)
+            has_ended = wait(process, timeout, stop)
             seconds = time.monotonic() - start
         measured = slowest([read_measured(rank) for rank in list_ranks(inner)])
         raised = first_raised(inner)

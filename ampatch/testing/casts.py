@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import ampatch as amp
 from ampatch.casts.catalog import Catalog
-from ampatch.patching.patcher import peel
+from ampatch.casts.wrapper import peel
 from ampatch.table import Cast
 from ampatch.testing.opening import is_open, make_model, session
 
@@ -58,8 +58,8 @@ def assert_casts(
     the same in every type.
     """
     options = options or {}
-    given = options.get("dtype")
-    half = given if isinstance(given, torch.dtype) else amp.OPT_LEVELS[opt_level].half or torch.float16
+    dtype = options.get("dtype")
+    half = dtype if isinstance(dtype, torch.dtype) else amp.OPT_LEVELS[opt_level].half or torch.float16
     name, find = _locate(function)
     check = _Check(find, expect, opt_level, half, gradients, options)
     check.run((args, kwargs))
@@ -147,7 +147,7 @@ class _Check:
                     call.disabled = self.observe(function, call)
         for call in calls:
             call.after = self.observe(self.find(), call)
-        self.note_useless(calls)
+        self.report_useless(calls)
         if self.faults:
             return
         for call in calls:
@@ -207,7 +207,7 @@ class _Check:
         """Calls a function with the arguments, which are cast to a type by hand or left as they are."""
         return observe(function, call.arguments, self.gradients, dtype)
 
-    def note_useless(self, calls: Sequence[_Call]) -> None:
+    def report_useless(self, calls: Sequence[_Call]) -> None:
         """Notes what makes the arguments useless.
 
         A cast is seen outside alone if the function calls one of the same cast: F.softmax does.
@@ -217,8 +217,8 @@ class _Check:
             if error is not None and (call.dtype is not None or call.name == "float32"):
                 cast = f" cast to {call.dtype} by hand" if call.dtype else ""
                 hint = "; if it has no backward, give gradients=False" if self.gradients else ""
-                said = f"called without casts, it raises {type(error).__name__}: {error}{hint}"
-                self.faults.append(f"{call.name} arguments{cast}: {said}")
+                text = f"called without casts, it raises {type(error).__name__}: {error}{hint}"
+                self.faults.append(f"{call.name} arguments{cast}: {text}")
         cast_calls = [call for call in calls if call.is_cast]
         if self.faults:
             return
@@ -232,20 +232,19 @@ class _Check:
 
     def judge(self, call: _Call) -> None:
         """Compares what calls in and after the session gave with what they should have given."""
-        what, (unchanged, _), (_, expected) = f"{call.name} arguments", call.outside, call.inside
+        label, (unchanged, _), (_, expected) = f"{call.name} arguments", call.outside, call.inside
         if not call.refused:
-            self.compare(what, call.found, expected)
+            self.compare(label, call.found, expected)
         elif not isinstance(call.found.error, amp.BannedFunctionError):
-            self.faults.append(f"{what}: it must raise BannedFunctionError, but does not")
-        self.compare(f"{what} in disable_casts()", call.disabled, unchanged)
-        self.compare(f"{what} after the session", call.after, unchanged)
+            self.faults.append(f"{label}: it must raise BannedFunctionError, but does not")
+        self.compare(f"{label} in disable_casts()", call.disabled, unchanged)
+        self.compare(f"{label} after the session", call.after, unchanged)
 
-    def compare(self, what: str, found: CallOutcome, expected: CallOutcome) -> None:
-        self.faults += [f"{what}: {difference}" for difference in found.differences(expected)]
+    def compare(self, label: str, found: CallOutcome, expected: CallOutcome) -> None:
+        self.faults += [f"{label}: {difference}" for difference in found.differences(expected)]
 
 
 def _floating(arguments: Arguments) -> list[Tensor]:
-    """The tensors that may be cast."""
     kinds = (torch.float32, torch.float64, *HALVES)
     return [each for each in tree_leaves(arguments) if isinstance(each, Tensor) and each.dtype in kinds]
 

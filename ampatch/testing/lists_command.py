@@ -50,19 +50,18 @@ def select(cast: str | None, target: str | None) -> dict[str, list[Row]]:
             raise AmpValueError(f"no table of {target!r}: expected one of {', '.join(places)}")
         places = {place: places[place]}
     kinds = Cast if cast is None else (Cast[cast.upper()],)
-    found = {place: [row for row in rows if row.cast in kinds] for place, rows in places.items()}
-    return {place: rows for place, rows in found.items() if rows}
+    selected = {place: [row for row in rows if row.cast in kinds] for place, rows in places.items()}
+    return {place: rows for place, rows in selected.items() if rows}
 
 
 def show_tables(tables: Mapping[str, Sequence[Row]], as_json: bool) -> None:
-    """Prints the rows of places, a heading for each."""
     if as_json:
-        said = [
+        entries = [
             {"target": place, **asdict(row), "cast": row.cast.name}
             for place, rows in tables.items()
             for row in rows
         ]
-        print(json.dumps(said, indent=2))
+        print(json.dumps(entries, indent=2))
     elif is_rich():
         print_rich([(place, HEADINGS, cells(rows)) for place, rows in tables.items()])
     else:
@@ -87,7 +86,7 @@ def versions(row: Row) -> str:
 
 def show_op(explanation: Explanation, as_json: bool) -> None:
     if as_json:
-        said = [
+        entries = [
             {
                 "name": name.path,
                 "cast": name.cast and name.cast.name,
@@ -96,7 +95,7 @@ def show_op(explanation: Explanation, as_json: bool) -> None:
             }
             for name in explanation.names
         ]
-        print(json.dumps({"op": explanation.op, "names": said}, indent=2))
+        print(json.dumps({"op": explanation.op, "names": entries}, indent=2))
     elif is_rich():
         for names in explanation.groups():
             reasons = [(name.path, name.reason) for name in names]

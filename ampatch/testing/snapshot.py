@@ -78,8 +78,8 @@ class TorchSnapshot:
             for name in LAZY:
                 importlib.import_module(name)
         imported = [place for module, place in IMPORTED_LATER.items() if module in sys.modules]
-        of_rows = [table.target for table in TABLES if _exists(table.target)]
-        places = [*(f"torch.{place}" for place in PLACES), *imported, *of_rows]
+        targets = [table.target for table in TABLES if _exists(table.target)]
+        places = [*(f"torch.{place}" for place in PLACES), *imported, *targets]
         namespaces = {path: dict(_look_up(path)) for path in places}
         namespaces |= {path: dict(vars(importlib.import_module(path))) for path in HOOKED}
         hooks = {

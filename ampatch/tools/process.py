@@ -7,8 +7,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -24,13 +24,12 @@ def child_process(
     seed: int = 0,
     grace: float = GRACE_SECONDS,
     stdout: int | None = None,
-    environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a child in a process group of its own, and ends the group however the block ends.
 
-    What it prints goes to the file `path`, but for its standard output if that is to go elsewhere. Its
-    environment is this one with the variables that are given, and it starts in the `folder`, if there is one.
+    What it prints goes to the file `path`, but for its standard output if that is to go elsewhere. It starts
+    in the `folder`, if there is one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as log:
@@ -40,7 +39,7 @@ def child_process(
             stdout=log if stdout is None else stdout,
             stderr=log,
             # Sets of strings have the order of the seed, unless the user says otherwise.
-            env={"PYTHONHASHSEED": str(seed), **os.environ, **(environment or {})},
+            env={"PYTHONHASHSEED": str(seed), **os.environ},
             cwd=folder,
             start_new_session=True,
         )
@@ -50,17 +49,13 @@ def child_process(
             end(process, grace)
 
 
-def wait(
-    process: subprocess.Popen[bytes], timeout: float | None, stop: Stop, on_poll: Callable[[], None]
-) -> bool:
-    """Waits for the child's end, and polls meanwhile; False if the time was over before, or `stop` came."""
+def wait(process: subprocess.Popen[bytes], timeout: float | None, stop: Stop) -> bool:
+    """Waits for the child's end; False if the time was over before, or `stop` came."""
     deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
     while not stop:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(POLL_SECONDS)
             return True
-        except subprocess.TimeoutExpired:
-            on_poll()
         if time.monotonic() >= deadline:
             break
     return False
@@ -104,7 +99,6 @@ class Stop:
         return self.signal is not None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Takes a signal."""
         if self:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import torch
 
+from ampatch.levels.patcher import Patcher
+
 SHIFT = 10_007  # a prime: scripts add ranks and epochs to their seeds
 LIMIT = 2**32  # of NumPy's seeds
 
@@ -31,7 +33,7 @@ def set_seeds(seed: int) -> None:
 
 
 @contextmanager
-def kept_seeds() -> Iterator[None]:
+def restored_seeds() -> Iterator[None]:
     """Has everything draw after the block what it would have drawn without it."""
     python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -51,10 +53,9 @@ def shifted_seeds(seed: int) -> Iterator[None]:
     often what splits the data, which should be the same in all runs.
     """
     with ExitStack() as undo:
+        undo.callback((patcher := Patcher()).retry)
         for module, name in _places() if seed else ():
-            original = getattr(module, name)
-            undo.callback(setattr, module, name, original)
-            setattr(module, name, _shifted(original, seed * SHIFT))
+            patcher.replace(module, name, _shifted(getattr(module, name), seed * SHIFT))
         yield
 
 

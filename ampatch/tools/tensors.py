@@ -17,7 +17,7 @@ def tensors_in(value: object, depth: int = 6) -> Iterator[Tensor]:
     if isinstance(value, Mapping):
         parts = list(value.values())
     elif is_dataclass(value):
-        parts = [getattr(value, it.name, None) for it in fields(value)]
+        parts = [getattr(value, field.name, None) for field in fields(value)]
     else:
         parts = value if isinstance(value, (tuple, list)) else ()
     for part in parts if depth else ():
@@ -29,6 +29,6 @@ def read_numbers(tensors: list[Tensor]) -> list[float]:
     if not tensors:
         return []
     # A copy to the processor that does not wait would be read before it is there.
-    device = next((it.device for it in tensors if not it.is_cpu), tensors[0].device)
-    parts = [it.detach().reshape(()).to(device, torch.float32, non_blocking=True) for it in tensors]
+    device = next((tensor.device for tensor in tensors if not tensor.is_cpu), tensors[0].device)
+    parts = [tensor.detach().reshape(()).to(device, torch.float32, non_blocking=True) for tensor in tensors]
     return torch.stack(parts).tolist()

@@ -145,20 +145,20 @@ class Warner:
     """Says each kind of thing once: in the log, and as a warning that points at a line."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def forget(self) -> None:
         """Lets everything be said again."""
-        self._said.clear()
+        self._warned.clear()
 
-    def has_said(self, kind: str) -> bool:
+    def has_warned(self, kind: str) -> bool:
         """Whether a kind of misuse was warned of."""
-        return kind in self._said
+        return kind in self._warned
 
     def warn(self, kind: str, text: str, line: Line | None = None) -> None:
         """Warns of a kind of misuse; `line` is the one to change, by default the one that runs."""
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             line = line or find_line()
             for observer in observers():
                 observer.on_misuse(kind, line)

@@ -42,7 +42,6 @@ class Properties:
         self.update(options or {})
 
     def update(self, options: Mapping[str, object]) -> None:
-        """Sets some of the options."""
         self.options.update(options)
         vars(self).update(self.options)
 
@@ -163,7 +162,6 @@ class AmpState(amp.Observer):
         self.handle = handle
 
     def on_uninitialize(self) -> None:
-        """Shows nothing any more."""
         for optimizer in [alive for reference in self.attached if (alive := reference()) is not None]:
             detach(optimizer)
         self.attached, self._views = [], Scalers()

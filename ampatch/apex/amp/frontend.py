@@ -10,7 +10,6 @@ from types import MappingProxyType
 import torch
 from torch.nn import Parameter, ParameterList
 
-import ampatch
 import ampatch as amp
 from ampatch.apex.amp._amp_state import Properties, _amp_state, attach, list_options
 from ampatch.apex.amp.handle import AmpHandle, NoOpHandle
@@ -24,7 +23,6 @@ __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_d
 
 
 def set_level(policy: amp.Policy, properties: Properties) -> Properties:
-    """Sets the defaults of a level on options, and returns them."""
     properties.update(list_options(policy))
     return properties
 
@@ -107,14 +105,14 @@ def load_state_dict(state_dict: MutableMapping) -> None:
     amp.load_state_dict(state_dict, of_last_call=True)
 
 
-bfloat16_function = ampatch.bfloat16_function
-float_function = ampatch.float_function
-half_function = ampatch.half_function
-promote_function = ampatch.promote_function
-register_bfloat16_function = ampatch.register_bfloat16_function
-register_float_function = ampatch.register_float_function
-register_half_function = ampatch.register_half_function
-register_promote_function = ampatch.register_promote_function
+bfloat16_function = amp.bfloat16_function
+float_function = amp.float_function
+half_function = amp.half_function
+promote_function = amp.promote_function
+register_bfloat16_function = amp.register_bfloat16_function
+register_float_function = amp.register_float_function
+register_half_function = amp.register_half_function
+register_promote_function = amp.register_promote_function
 
 
 def init(
@@ -137,14 +135,14 @@ def init(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     everywhere = ParameterList([Parameter(torch.empty(0, device=device))])
     with _amp_state.listening():
-        ampatch.initialize(
+        amp.initialize(
             everywhere, opt_level="O1", verbosity=2 if verbose else LOG_ALONE, allow_banned=allow_banned
         )
     level = _amp_state.opt_properties.opt_level
-    if ampatch.OPT_LEVELS[level].casts_model:
-        ampatch.uninitialize()
-        patching = [name for name, policy in ampatch.OPT_LEVELS.items() if policy.patch_torch_functions]
-        raise ampatch.AmpValueError(
+    if amp.OPT_LEVELS[level].casts_model:
+        amp.uninitialize()
+        patching = [name for name, policy in amp.OPT_LEVELS.items() if policy.patch_torch_functions]
+        raise amp.AmpValueError(
             f"amp.init gets no models for {level} to cast, it patches torch's functions: use "
             f"--opt-level {' or '.join(patching)} with this script"
         )

@@ -45,7 +45,6 @@ class AmpHandle:
         self._is_off = False
 
     def is_active(self) -> bool:
-        """Whether functions cast, in this thread."""
         return self._is_active
 
     @property

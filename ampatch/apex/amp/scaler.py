@@ -61,16 +61,16 @@ class LossScaler:
                 min_scale=min_loss_scale,
                 max_scale=max_loss_scale,
             )
-        self._take(amp.LossScaler(0, config, torch.device("cpu")))
+        self._show_scaler(amp.LossScaler(0, config, torch.device("cpu")))
 
     @classmethod
     def show(cls, scaler: amp.LossScaler, loss_id: int) -> LossScaler:
         """Returns apex's view of a scaler; `loss_id` is its number within its call of `initialize`."""
         view = cls.__new__(cls)
-        view._take(scaler, loss_id)
+        view._show_scaler(scaler, loss_id)
         return view
 
-    def _take(self, scaler: amp.LossScaler, loss_id: int = 0) -> None:
+    def _show_scaler(self, scaler: amp.LossScaler, loss_id: int = 0) -> None:
         self.scaler = scaler
         self.loss_id = loss_id
         self._own_buffer = self._overflow_buf = torch.zeros(1, dtype=torch.int32)
@@ -78,7 +78,7 @@ class LossScaler:
     def replace(self, other: LossScaler) -> None:
         """Takes the place of another view, whose scaler gets the options and the scale of this one."""
         scale, unskipped, config = self._loss_scale, self._unskipped, self.scaler.config
-        self._take(other.scaler, other.loss_id)
+        self._show_scaler(other.scaler, other.loss_id)
         self.scaler.config = config
         self._loss_scale, self._unskipped = scale, unskipped
 
@@ -122,7 +122,6 @@ class LossScaler:
     # Overflows
 
     def clear_overflow_state(self) -> None:
-        """Forgets what was written into `_overflow_buf`."""
         self._overflow_buf.zero_()
 
     def update_scale(self) -> bool:

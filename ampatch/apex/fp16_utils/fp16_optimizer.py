@@ -77,7 +77,6 @@ class MasterOptimizer(MasterLists, Optimizer):
         return [group["params"] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict) -> None:
-        """Adds a param group to the inner optimizer, and makes masters for its half parameters."""
         self.optimizer.add_param_group(param_group)
         self._make_masters()
 
@@ -298,7 +297,7 @@ class FP16_Optimizer(MasterOptimizer):
             )
 
     def _update(self, step: Closure) -> object:
-        self._masters.take_edits()
+        self._masters.adopt_edits()
         result = step()
         self.loss_scaler.update_scale(False)
         self._are_scaled = None

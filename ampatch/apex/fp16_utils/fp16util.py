@@ -22,7 +22,6 @@ class tofp16(Module):
     """Casts its input to float16, integers too."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns `input.half()`."""
         return input.half()
 
 
@@ -79,7 +78,6 @@ class FP16Model(Module):
         self.network = convert_network(network, dtype=torch.half)
 
     def forward(self, *inputs: object) -> object:
-        """Returns what the network makes of the inputs, cast to float16."""
         return self.network(*(item.half() if hasattr(item, "half") else item for item in inputs))
 
 
@@ -155,10 +153,10 @@ def to_python_float(t: Tensor | Sequence[float]) -> float:
 Pick = Callable[[Tensor, Tensor | None], Tensor | None]  # of what is stepped and, for a master, its half
 
 
-def lists_of(what: str, pick: Pick) -> tuple[property, property]:
+def lists_of(description: str, pick: Pick) -> tuple[property, property]:
     """Makes properties of `MasterLists`: some of the parameters by param group, and in one list."""
-    by_group = property(lambda self: self._pick(pick, by_group=True), doc=f"{what}, by param group.")
-    in_one = property(lambda self: [*chain(*self._pick(pick, by_group=False))], doc=f"{what}.")
+    by_group = property(lambda self: self._pick(pick, by_group=True), doc=f"{description}, by param group.")
+    in_one = property(lambda self: [*chain(*self._pick(pick, by_group=False))], doc=f"{description}.")
     return by_group, in_one
 
 

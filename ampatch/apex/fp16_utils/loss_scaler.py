@@ -37,7 +37,6 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
         return self.cur_scale
 
     def scale_gradient(
@@ -47,7 +46,6 @@ class LossScaler:
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Runs the backward pass of the loss times the scale, in float32."""
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ampatch.apex.changes import ProgramChanges, is_library, script_frame, wrap
 from ampatch.apex.drop_in import find_elsewhere
-from ampatch.apex.legacy.finding import METHODS, is_gone
+from ampatch.apex.legacy.patterns import METHODS, is_gone
 from ampatch.apex.legacy.rows import LINALG, NAMES, Old
 from ampatch.levels.stack import asked
 
@@ -32,17 +32,17 @@ class Notices:
     """Warns of each thing once: the first rank does, and the processes that it forks do not."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[str, str | None]] = set()
+        self._warned: set[tuple[str, str | None]] = set()
         self._process = os.getpid() if os.environ.get("RANK", "0") == "0" else None
 
     def warn(self, row: Old, place: str | None = None) -> None:
         """Logs a warning if the script, or a file, says this first; what libraries ask for is left out."""
         key = row.name, place
-        if key in self._said or self._process != os.getpid():
+        if key in self._warned or self._process != os.getpid():
             return
         place = place or script_place()
         if place is not None:
-            self._said.add(key)
+            self._warned.add(key)
             asked.warning("--legacy mends %s in %s; since %s: use %s", row.name, place, row.since, row.remedy)
 
 
@@ -56,11 +56,11 @@ def script_place() -> str | None:
 
 def warn_there(function: Callable, *args: object) -> object:
     """Calls a function that warns of the line that called it, which is to be the script's."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = function(*args)
     frame = script_frame()
-    for each in said if frame else ():
+    for each in caught if frame else ():
         place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
         registry = frame.f_globals.setdefault("__warningregistry__", {})
         warnings.warn_explicit(each.message, each.category, *place, registry)
@@ -82,7 +82,6 @@ class Places(MetaPathFinder):
         changes.callback(self._waiting.clear)
 
     def change(self, place: str, change: Change) -> None:
-        """Changes what has this dotted name."""
         owner = find_owner(place)
         if owner is None:
             self._waiting[place].append(change)
@@ -157,7 +156,6 @@ class OldNames:
         self._own = vars(module).get("__getattr__")
 
     def __call__(self, name: str) -> object:
-        """Returns what an old name stands for."""
         if name in self._rows:
             row = self._rows[name]
             self._notices.warn(row)

@@ -78,13 +78,11 @@ def fill_dtype(dtype: np.dtype, state: tuple) -> None:
 
 
 def make_scalar(dtype: np.dtype, data: bytes | str) -> np.generic:
-    """Makes a number of NumPy of its bytes."""
     raw = data.encode("latin1") if isinstance(data, str) else data
     return np.frombuffer(raw, dtype, 1)[0] if raw else dtype.type()  # which refuses objects
 
 
 def make_array(kind: type, *_: object) -> np.ndarray:
-    """Makes an array that is filled later."""
     if kind is not np.ndarray:
         raise RefusedError([f"an array of {name_of(kind)}"])
     return np.empty(0)
@@ -125,14 +123,14 @@ def read_function(place: type, name: str) -> Callable:
     return getattr(place, name)
 
 
-def name_of(thing: object) -> str:
+def name_of(value: object) -> str:
     """Returns the dotted name of a class or function, or of the class of anything else."""
-    named = thing if isinstance(thing, (type, types.FunctionType, types.BuiltinFunctionType)) else type(thing)
-    return f"{named.__module__}.{named.__qualname__}"
+    kind = value if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def named(*things: object) -> dict[str, object]:
-    return {f"{thing.__module__}.{thing.__qualname__}": thing for thing in things}
+def named(*values: object) -> dict[str, object]:
+    return {f"{value.__module__}.{value.__qualname__}": value for value in values}
 
 
 # Classes whose objects hold data.
@@ -430,5 +428,4 @@ for _opcode in OPCODES.split():
 
 
 def load(file: IO[bytes], **options: object) -> object:
-    """Reads one pickle out of a file, as `pickle.load` does."""
     return Unpickler(file, **options).load()

@@ -15,7 +15,7 @@ BREAKS, MAY_BREAK, WARNS, NEEDS_CUDA = "BREAKS", "may break", "warns", "needs CU
 
 @dataclass(frozen=True, slots=True)
 class Old:
-    """One thing that scripts say: a dotted name, or a pattern of code that finding.py knows by this name.
+    """One thing that scripts say: a dotted name, or a pattern of code that patterns.py knows by this name.
 
     `since` is the first version that does not take it, and may say until which. `new` is the dotted name
     of what `ampatch run --legacy` puts in the place of a name, with a colon after that of a module;
@@ -48,8 +48,8 @@ class Old:
         return f"since {self.since}: use {self.remedy}{mended}"
 
 
-GONE = "ampatch.apex.legacy.gone"
-SIX = f"{GONE}.torch_six"
+REMOVED = "ampatch.apex.legacy.removed"
+SIX = f"{REMOVED}.torch_six"
 CANVAS = "matplotlib.backends.backend_agg.FigureCanvasAgg"
 
 
@@ -72,7 +72,7 @@ def moved(place: str, since: str, names: str, to: str) -> list[Old]:
 
 def rewritten(place: str, since: str, /, **remedies: str) -> list[Old]:
     """Returns the rows of names that functions of ours stand in for, with what to write."""
-    return [Old(f"{place}.{name}", since, remedy, f"{GONE}.{name}") for name, remedy in remedies.items()]
+    return [Old(f"{place}.{name}", since, remedy, f"{REMOVED}.{name}") for name, remedy in remedies.items()]
 
 
 ABSTRACT = " ".join(sorted({*collections.abc.__all__} - {"Buffer"}))  # which came later
@@ -84,7 +84,7 @@ PYTHON = (
     *renamed("base64", "Python 3.9", "encodestring encodebytes decodestring decodebytes"),
     Old("os.errno", "Python 3.7", "errno", "errno:"),
     *(
-        [Old("cgi", "Python 3.13", "html.escape", f"{GONE}:")]  # nothing else of it
+        [Old("cgi", "Python 3.13", "html.escape", f"{REMOVED}:")]  # nothing else of it
         if sys.version_info >= (3, 13)
         else rewritten("cgi", "Python 3.8", escape="html.escape")
     ),
@@ -154,7 +154,7 @@ TORCH = (
     *rewritten("torch", "torch 2.0", symeig="torch.linalg.eigh"),
     Old("torch.eig", "torch 1.13", "torch.linalg.eig, which is complex"),
     *rewritten("torch", "torch 1.12", solve=f"torch.linalg.solve, {OTHER_WAY}"),
-    Old("torch.gesv", "torch 1.2", f"torch.linalg.solve, {OTHER_WAY}", f"{GONE}.solve"),
+    Old("torch.gesv", "torch 1.2", f"torch.linalg.solve, {OTHER_WAY}", f"{REMOVED}.solve"),
     Old("torch.lstsq", "torch 1.13", f"torch.linalg.lstsq, {OTHER_WAY}"),
     Old("torch.gels", "torch 1.3", f"torch.linalg.lstsq, {OTHER_WAY}"),
     *renamed("torch", "torch 1.13", "matrix_rank linalg.matrix_rank"),
@@ -213,7 +213,7 @@ OTHERS = (
         "sklearn.utils.linear_assignment_",
         "scikit-learn 0.23",
         "scipy.optimize.linear_sum_assignment",
-        f"{GONE}:",
+        f"{REMOVED}:",
     ),
     Old("sklearn.cross_validation", "scikit-learn 0.20", "sklearn.model_selection"),
     Old("sklearn.datasets.fetch_mldata", "scikit-learn 0.22", "sklearn.datasets.fetch_openml"),
@@ -226,8 +226,9 @@ OTHERS = (
         "torchvision.transforms._functional_tensor:",
     ),
     *(
-        Old(f"torchvision.models.{of}.model_urls", "torchvision 0.15", "weights=", f"{GONE}.model_urls.{of}")
-        for of in ("resnet", "vgg", "densenet", "alexnet", "squeezenet", "inception", "googlenet")
+        Old(f"{place}.{file}.model_urls", "torchvision 0.15", "weights=", f"{REMOVED}.model_urls.{file}")
+        for place in ("torchvision.models",)
+        for file in ("resnet", "vgg", "densenet", "alexnet", "squeezenet", "inception", "googlenet")
     ),
     *rewritten("transformers", "transformers 4.50", AdamW="torch.optim.AdamW"),
     *rewritten("transformers.optimization", "transformers 4.50", AdamW="torch.optim.AdamW"),

@@ -63,7 +63,6 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns F.layer_norm in the type of the input."""
     return _normalize(F.layer_norm, input, (weight, bias), normalized_shape, eps, input.dtype)
 
 
@@ -71,7 +70,6 @@ def fused_layer_norm_affine(
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Returns F.layer_norm without weights."""
     return _normalize(F.layer_norm, input, (None, None), normalized_shape, eps, input.dtype)
 
 
@@ -84,7 +82,6 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns F.layer_norm in the type of the weight."""
     return _normalize(F.layer_norm, input, (weight, bias), normalized_shape, eps, weight.dtype)
 
 
@@ -96,7 +93,6 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns F.rms_norm in the type of the input."""
     return _normalize(F.rms_norm, input, (weight,), normalized_shape, eps, input.dtype)
 
 
@@ -104,7 +100,6 @@ def fused_rms_norm_affine(
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Returns F.rms_norm without a weight."""
     return _normalize(F.rms_norm, input, (None,), normalized_shape, eps, input.dtype)
 
 
@@ -116,7 +111,6 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns F.rms_norm in the type of the weight."""
     return _normalize(F.rms_norm, input, (weight,), normalized_shape, eps, weight.dtype)
 
 
@@ -164,7 +158,6 @@ class FusedLayerNorm(_TakesMemoryEfficient, nn.LayerNorm):
     _function = staticmethod(lambda *args: fused_layer_norm_affine(*args))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalizes the last dimensions of the input."""
         return self._function(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
@@ -174,7 +167,6 @@ class FusedRMSNorm(_TakesMemoryEfficient, nn.RMSNorm):
     _function = staticmethod(lambda *args: fused_rms_norm_affine(*args))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalizes the last dimensions of the input."""
         return self._function(input, self.weight, self.normalized_shape, self.eps)
 
 

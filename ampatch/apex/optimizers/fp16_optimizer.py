@@ -26,7 +26,6 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
 
     @property
     def fp16_groups(self) -> list[list[Parameter]]:
-        """The parameters of the model, by param group."""
         halves = {id(pair.master): pair.half for pair in self._masters}
         return [[halves.get(id(param), param) for param in group] for group in self.fp32_groups]
 

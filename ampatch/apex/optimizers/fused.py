@@ -366,13 +366,16 @@ class FusedNovoGrad(GroupCountingOptimizer):
         """Loads a checkpoint, ours or apex's, which had the running norms of a group together."""
         super().load_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            kept = group.pop("exp_avg_sq", None)
-            if kept is not None:
+            by_kind = group.pop("exp_avg_sq", None)
+            if by_kind is not None:
                 states = [state_dict["state"].get(key, {}) for key in saved["params"]]
-                self._spread_norms(group["params"], states, kept)
+                self._spread_norms(group["params"], states, by_kind)
 
     def _spread_norms(
-        self, params: Sequence[Tensor], saved: Sequence[dict[str, Tensor]], kept: Sequence[Tensor | None]
+        self,
+        params: Sequence[Tensor],
+        saved: Sequence[dict[str, Tensor]],
+        by_kind: Sequence[Tensor | None],
     ) -> None:
         """Gives each parameter its running norm: apex had those of float16 first, then of float32."""
         stepped = [
@@ -380,7 +383,7 @@ class FusedNovoGrad(GroupCountingOptimizer):
             for param, state in zip(params, saved, strict=True)
             if "exp_avg" in state
         ]
-        for norms_of_kind, is_half in zip(kept, (True, False), strict=True):
+        for norms_of_kind, is_half in zip(by_kind, (True, False), strict=True):
             values = () if norms_of_kind is None else norms_of_kind.float().unbind()
             kind_params = [param for param, kind in stepped if kind is is_half]
             if len(values) != len(kind_params):

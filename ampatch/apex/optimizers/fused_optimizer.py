@@ -38,7 +38,6 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
         return self.params[0].device
 
     def add(self, owner: Tensor, param: Tensor, grad: Tensor) -> None:
@@ -111,7 +110,6 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Updates the parameters that have gradients; returns what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -234,7 +232,7 @@ class CountingOptimizer(FusedOptimizer):
         return [state["step"] for state in states]
 
     def _step_group(self, group: Group, params: Sequence[Tensor]) -> None:
-        self._take_count(group)
+        self._adopt_group_count(group)
         super()._step_group(group, params)
         self._name_count(group)
 
@@ -246,14 +244,14 @@ class CountingOptimizer(FusedOptimizer):
         if (count := self._find_count(group)) is not None:
             group["step"] = count
 
-    def _take_count(self, group: Group) -> None:
+    def _adopt_group_count(self, group: Group) -> None:
         """Has a count that a script has put into the group, or a checkpoint of apex, be that of all."""
         count = self._find_count(group)
-        said = group.get("step", count)
-        if said is not count and (count is None or float(said) != float(count)):
+        own = group.get("step", count)
+        if own is not count and (count is None or float(own) != float(count)):
             for param in group["params"]:
                 if param in self.state:
-                    self.state[param]["step"] = torch.tensor(float(said))
+                    self.state[param]["step"] = torch.tensor(float(own))
 
     def state_dict(self) -> dict[str, object]:
         """Returns the checkpoint, with the steps in it as apex counted them, too; one host sync."""
@@ -266,7 +264,7 @@ class CountingOptimizer(FusedOptimizer):
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            self._take_count(group)
+            self._adopt_group_count(group)
             self._name_count(group)
 
 

@@ -45,7 +45,6 @@ class LARC:
 
     @property
     def param_groups(self) -> list[dict]:
-        """The param groups of the optimizer inside."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -79,14 +78,14 @@ class LARC:
     def _absorbed_weight_decay(self) -> Iterator[list[float]]:
         """Takes weight decay from the optimizer for the time of a step: the rates contain it."""
         groups = [group for group in self.optim.param_groups if "weight_decay" in group]
-        kept = [group["weight_decay"] for group in groups]
+        own_decays = [group["weight_decay"] for group in groups]
         decays = [group.get("weight_decay", 0.0) for group in self.optim.param_groups]
         try:
             for group in groups:
                 group["weight_decay"] = 0.0
             yield decays
         finally:
-            for group, weight_decay in zip(groups, kept, strict=True):
+            for group, weight_decay in zip(groups, own_decays, strict=True):
                 group["weight_decay"] = weight_decay
 
     @torch.no_grad()

@@ -42,10 +42,10 @@ def _init_unsynchronized(init: Callable[..., None], module: Module) -> None:
     if "init_sync" in inspect.signature(init).parameters:
         init(module, init_sync=False)
         return
-    kept = [buffer.clone() for buffer in module.buffers()]
+    own_values = [buffer.clone() for buffer in module.buffers()]
     init(module)
     with torch.no_grad():
-        for buffer, values in zip(module.buffers(), kept, strict=True):
+        for buffer, values in zip(module.buffers(), own_values, strict=True):
             buffer.copy_(values)
 
 
@@ -117,7 +117,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     _ddp_init_helper = _make_reducer
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
-        """Calls the module."""
         if torch.compiler.is_dynamo_compiling():
             # It keeps hooks out of its graphs: those that are there already are enough.
             return self.module(*inputs, **kwargs)
@@ -381,7 +380,7 @@ class GradReducer:
         self._params = followed
 
     def _hook(self, param: Tensor) -> None:
-        handle = param.register_post_accumulate_grad_hook(functools.partial(_note, weakref.ref(self)))
+        handle = param.register_post_accumulate_grad_hook(functools.partial(_add_grad, weakref.ref(self)))
         weakref.finalize(self, handle.remove).atexit = False
         weight = self._averaging.weight
         if weight != 1.0:
@@ -435,7 +434,7 @@ def _find_tensors(output: object) -> list[Tensor]:
 # ---- Hooks ----
 
 
-def _note(reducer: weakref.ref[GradReducer], param: Tensor) -> None:
+def _add_grad(reducer: weakref.ref[GradReducer], param: Tensor) -> None:
     """Tells a reducer of a gradient; a parameter may outlive it: a module can be wrapped again."""
     alive = reducer()
     if alive is not None:

@@ -19,7 +19,7 @@ from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.places import is_called_by_ampatch, user_line
 from ampatch.doctor.instruments.tape import CASTING, RUNNING, Op, Tape, name_of
 from ampatch.doctor.instruments.values import Tensors, inexact_in, node_of, quiet
-from ampatch.patching.patcher import Patcher
+from ampatch.levels.patcher import Patcher
 
 COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
 LIBRARIES = ("torch.", "ampatch.")  # whose functions stand for operations that were seen

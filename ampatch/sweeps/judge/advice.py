@@ -70,22 +70,18 @@ def advise(
     return Recommendation(outcome, row, " ".join(filter(None, sentences)))
 
 
-def take(row: Level, reason: str) -> Advice:
-    return Outcome.TAKE, row.name, reason
-
-
-def stay(reason: str) -> Advice:
+def stay_at_o0(reason: str) -> Advice:
     return Outcome.STAY, BASELINE, reason
 
 
-def unknown(reason: str) -> Advice:
+def cannot_tell(reason: str) -> Advice:
     return Outcome.UNKNOWN, None, reason
 
 
 def why_not_at_all(o0: Level | None, others: Sequence[Level]) -> Advice | None:
     """Says why no level can be compared with O0; None if one can."""
     if o0 is None:
-        return unknown(f"{WITHOUT}: add it to --levels.")
+        return cannot_tell(f"{WITHOUT}: add it to --levels.")
     obstacles = {
         f"O0 cannot be compared with: {o0.reason}.": o0.verdict is Verdict.UNKNOWN and o0.runs,
         f"{WITHOUT}, and it was {o0.reason}.": o0.verdict is Verdict.UNKNOWN,
@@ -98,7 +94,7 @@ def why_not_at_all(o0: Level | None, others: Sequence[Level]) -> Advice | None:
             o0.step_ms is None
         ),
     }
-    return next((unknown(reason) for reason, is_in_the_way in obstacles.items() if is_in_the_way), None)
+    return next((cannot_tell(reason) for reason, is_in_the_way in obstacles.items() if is_in_the_way), None)
 
 
 def choose(
@@ -112,30 +108,31 @@ def choose(
     disturbed = not faster and any(row.disturbed for row in same)
     if best and (disturbed or lost[0] >= BUSY):
         if disturbed:
-            return unknown(f"{about_disturbed(others)} {ALONE}, with --repeat 5.")
-        return unknown(f"Too noisy to tell: {describe(best, o0)}, and {write_lost(*lost)}. {ALONE}.")
+            return cannot_tell(f"{about_disturbed(others)} {ALONE}, with --repeat 5.")
+        return cannot_tell(f"Too noisy to tell: {describe(best, o0)}, and {write_lost(*lost)}. {ALONE}.")
     if not faster and any(is_undecided(row, o0) for row in same):
-        return unknown(
+        return cannot_tell(
             f"Too noisy to tell: {describe(best, o0)}, and their quartiles overlap. {ALONE}, with --repeat 5."
         )
     if faster:
-        return take(best, f"{describe(best, o0, 'as fast')}, and is as accurate: {accuracy(best)}.")
+        reason = f"{describe(best, o0, 'as fast')}, and is as accurate: {accuracy(best)}."
+        return Outcome.TAKE, best.name, reason
     open_rows = [row for row in others if is_open(row, o0, is_alone=best is None)]
     if open_rows:
         none = all(row.verdict is Verdict.UNKNOWN for row in others) and len(open_rows) == len(others)
         first = "No level can be compared with O0. " if none else ""
-        return unknown(f"{first}{why_open(open_rows)}.")
+        return cannot_tell(f"{first}{why_open(open_rows)}.")
     if o0.verdict is Verdict.FAILED:
-        return unknown(f"O0 cannot be relied on ({o0.reason}), and no level of its accuracy is faster.")
+        return cannot_tell(f"O0 cannot be relied on ({o0.reason}), and no level of its accuracy is faster.")
     if best is None:
         if all(row.verdict is Verdict.SLOW for row in others):
-            return stay(why_slow(environment, rows))
+            return stay_at_o0(why_slow(environment, rows))
         verdicts = ", ".join(f"{row.name} {unknown_or(row)}" for row in others)
         unsure = any(row.verdict is Verdict.UNSURE for row in others)
         slower = ", and those of which one seed cannot tell are slower" if unsure else ""
         near = " and comes near its speed" if any(row.verdict is Verdict.SLOW for row in others) else ""
-        return stay(f"No other level has the accuracy of O0{near}{slower}: {verdicts}.")
-    return stay(say_slow(o0, best, environment, rows))
+        return stay_at_o0(f"No other level has the accuracy of O0{near}{slower}: {verdicts}.")
+    return stay_at_o0(say_slow(o0, best, environment, rows))
 
 
 def say_slow(o0: Level, best: Level, environment: Environment, rows: Sequence[Level]) -> str:
@@ -163,7 +160,6 @@ def is_timed(row: Level) -> bool:
 
 
 def is_faster(row: Level, other: Level) -> bool:
-    """Says whether a row is faster by 2 %, and the quartiles of the two do not overlap."""
     return row.step_ms_high < other.step_ms_low and row.step_ms * FASTER <= other.step_ms
 
 
@@ -194,11 +190,14 @@ def is_open(row: Level, o0: Level, *, is_alone: bool) -> bool:
 def describe(row: Level, o0: Level, kind: str = "") -> str:
     """Says how fast a row is, beside O0, by its quartiles, or by medians with the memory that it saves."""
     if kind:
-        times = " against ".join(numbers.number(it.step_ms) for it in (row, o0))
+        times = " against ".join(numbers.number(level.step_ms) for level in (row, o0))
         saves = row.memory is not None and row.memory <= 1 - LESS_MEMORY
         also = f", with {100 * (1 - row.memory):.0f} % less memory" if saves else ""
     else:
-        spans = [f"{numbers.number(it.step_ms_low)} to {numbers.number(it.step_ms_high)}" for it in (row, o0)]
+        spans = [
+            f"{numbers.number(level.step_ms_low)} to {numbers.number(level.step_ms_high)}"
+            for level in (row, o0)
+        ]
         times, also = " against ".join(spans), ""
     speed = numbers.ratio(divide(o0.step_ms, row.step_ms))
     return f"{row.name} runs at {speed} the speed of O0 ({times} ms a step){also}"
@@ -206,11 +205,11 @@ def describe(row: Level, o0: Level, kind: str = "") -> str:
 
 def accuracy(row: Level) -> str:
     """Writes the metric that matters most, or the loss where none is reported, beside that of O0."""
-    compared = [name for name, it in row.metrics.items() if it.spreads is not None]
+    compared = [name for name, distance in row.metrics.items() if distance.spreads is not None]
     name = most_important(compared) or "loss"
-    it = row.metrics[name] if compared else row.loss
-    far = "" if it.unit == "percent" else f" ({numbers.signed(it.spreads)} spreads)"
-    return f"{name} {numbers.short(it.value)} against {numbers.short(it.baseline)}{far}"
+    distance = row.metrics[name] if compared else row.loss
+    far = "" if distance.unit == "percent" else f" ({numbers.signed(distance.spreads)} spreads)"
+    return f"{name} {numbers.short(distance.value)} against {numbers.short(distance.baseline)}{far}"
 
 
 def unknown_or(row: Level) -> str:
@@ -238,14 +237,13 @@ def why_slow(environment: Environment, rows: Sequence[Level]) -> str:
         "this CPU has no instructions for bfloat16": not environment.has_bfloat16,
         f"{small}, and casts cost more than those gain": step < SMALL_STEP,
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    because = f" ({'; '.join(found)})" if found else ""
+    causes = [reason for reason, holds in reasons.items() if holds]
+    because = f" ({'; '.join(causes)})" if causes else ""
     where = "" if environment.has_bfloat16 else f" {ELSEWHERE}"
     return f"{FASTEST}{because}.{where}"
 
 
 def is_bfloat16(name: str) -> bool:
-    """Says whether the half type of a row is bfloat16, by its level or an option of it."""
     return "dtype=bfloat16" in name or (name[:2] in ("O4", "O5", "O6") and "dtype=float16" not in name)
 
 
@@ -273,10 +271,10 @@ def about_autocast(chosen: Level, rows: Sequence[Level]) -> str:
 
 def about_disturbed(others: Sequence[Level]) -> str:
     """Names the rows as accurate as O0 whose speed is not known, since they ran under other conditions."""
-    found = [row for row in others if is_timed(row) and row.disturbed]
-    names = ", ".join(row.name for row in found)
-    said = f"The speed of {names} is not known, as it ran under other conditions than O0: "
-    return f"{said}{found[0].disturbed}." if found else ""
+    rows = [row for row in others if is_timed(row) and row.disturbed]
+    names = ", ".join(row.name for row in rows)
+    text = f"The speed of {names} is not known, as it ran under other conditions than O0: "
+    return f"{text}{rows[0].disturbed}." if rows else ""
 
 
 def about_seeds(settings: Settings, runs: Sequence[Run]) -> str:
@@ -364,7 +362,7 @@ def outcome_of(runs: Iterable[Run]) -> Ending:
     outcomes = Counter(run.outcome for run in runs)
     if Ending.FINISHED in outcomes:
         return Ending.FINISHED
-    return max(outcomes, key=lambda it: (outcomes[it], it), default=Ending.INTERRUPTED)
+    return max(outcomes, key=lambda ending: (outcomes[ending], ending), default=Ending.INTERRUPTED)
 
 
 def add_ratios(levels: Sequence[Level]) -> tuple[Level, ...]:

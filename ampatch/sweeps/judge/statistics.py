@@ -54,7 +54,6 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def median_of(runs: Iterable[Run], field: str) -> float | None:
-    """Returns the median over the runs that have the number."""
     values = [value for run in runs if (value := getattr(run, field)) is not None]
     return statistics.median(values) if values else None
 
@@ -134,10 +133,11 @@ class Quantity:
         size = self.size
         if len(set(self.values)) > 1:
             return max(deviation(self.values), LEAST_SPREAD * size), "seeds"
-        found = [(it, unit) for it, unit in ((self.noise, "steps"), (self.moves, "runs")) if it is not None]
-        if not found:
+        known = [(self.noise, "steps"), (self.moves, "runs")]
+        spreads = [(spread, unit) for spread, unit in known if spread is not None]
+        if not spreads:
             return GUESSED_SPREAD * size, "percent"
-        return max([*found, (LEAST_SPREAD * size, found[0][1])])
+        return max([*spreads, (LEAST_SPREAD * size, spreads[0][1])])
 
     @property
     def size(self) -> float:
@@ -207,14 +207,14 @@ def distances(
     `yardstick` are the runs of autocast. O0 has no distance from itself.
     """
     names = [None, *compared_metrics([*baseline, *own])]
-    found = {}
+    by_name = {}
     for name in names:
         origin = with_moves(quantity_of(baseline, name), baseline, yardstick, name)
         lower = name is None or is_lower_better(name)
-        found[name] = distance(quantity_of(own, name), origin, lower_is_better=lower)
+        by_name[name] = distance(quantity_of(own, name), origin, lower_is_better=lower)
     if own is baseline:
-        found = {name: replace(it, spreads=None, doubt=0.0) for name, it in found.items()}
-    return found.pop(None), found
+        by_name = {name: replace(distance, spreads=None, doubt=0.0) for name, distance in by_name.items()}
+    return by_name.pop(None), by_name
 
 
 def compared_metrics(runs: Iterable[Run]) -> list[str]:
@@ -229,13 +229,13 @@ def compared_metrics(runs: Iterable[Run]) -> list[str]:
 def quantity_of(runs: Sequence[Run], metric: str | None = None) -> Quantity:
     """Returns the final losses of runs, or the last values of a metric."""
     if metric is None:
-        values = by_seed(runs, lambda it: it.final_loss)
-        first = mean(by_seed(runs, lambda it: it.first_loss))
-        return Quantity(values, finite(first), finite(mean(by_seed(runs, lambda it: it.loss_noise))))
+        values = by_seed(runs, lambda run: run.final_loss)
+        first = mean(by_seed(runs, lambda run: run.first_loss))
+        return Quantity(values, finite(first), finite(mean(by_seed(runs, lambda run: run.loss_noise))))
     curves = [curve.values for run in runs if (curve := run.metrics.get(metric)) and curve.values]
     first = mean([values[0] for values in curves])
     noises = [deviation(values[-LAST_VALUES:]) for values in curves if len(values) >= LAST_VALUES]
-    return Quantity(by_seed(runs, lambda it: it.last(metric)), finite(first), finite(mean(noises)))
+    return Quantity(by_seed(runs, lambda run: run.last(metric)), finite(first), finite(mean(noises)))
 
 
 def with_moves(
@@ -269,11 +269,11 @@ def by_seed(runs: Iterable[Run], read: Callable[[Run], float | None]) -> tuple[f
 # ---- What the names of metrics say: which way is better, and which tell nothing about accuracy ----
 
 
-def of_words(text: str) -> frozenset[str]:
+def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-LOWER_IS_BETTER = of_words("""
+LOWER_IS_BETTER = word_set("""
     mae mape smape msle rmsle mase rmsd medae mre wer cer ter der eer fid kid lpips bpc bpd bpb bits ce bce
     xent kl kld jsd mmd divergence ece brier crps fpr fnr fdr frr false miss misses misclassified
     misclassification mistakes regret cost distance dist distortion discrepancy residual huber chamfer
@@ -282,30 +282,30 @@ LOWER_IS_BETTER = of_words("""
 """)
 # Written together with what they are of: logloss, valerror, nrmse, crossentropy.
 LOWER_ENDINGS = ("loss", "losses", "err", "error", "errors", "mse", "nll", "ppl", "perplexity", "entropy")
-NO_ENDINGS = of_words("terror floss gloss")
+NO_ENDINGS = word_set("terror floss gloss")
 # scikit-learn's neg_mean_squared_error is an error turned round, and a negative log likelihood is a
 # likelihood turned round; a true negative rate is neither.
-NEGATIONS = of_words("neg negative")
-TURNED_ROUND = of_words("log likelihood elbo score reward accuracy acc")
+NEGATIONS = word_set("neg negative")
+TURNED_ROUND = word_set("log likelihood elbo score reward accuracy acc")
 
 # Numbers that say where a run was, how fast, or how it was set: levels may differ in them and be as accurate.
-NO_ACCURACY = of_words("""
+NO_ACCURACY = word_set("""
     step steps epoch epochs iteration iterations iter iters batch batches sample samples token tokens image
     images seed lr learning momentum scale scaler norm time ms sec secs second seconds minute minutes hour
     hours latency elapsed throughput speed fps memory mem mib mb gib gb bytes
 """)
-FILLERS = of_words("""
+FILLERS = word_set("""
     global local train training val valid validation test eval total num number count current last per a of in
     and seen rate group loss grad gradient gradients gpu cuda cpu peak max mean avg average
 """)
-HELD_OUT = of_words("test val valid validation eval dev")
-ACCURACY = of_words("accuracy acc")
+HELD_OUT = word_set("test val valid validation eval dev")
+ACCURACY = word_set("accuracy acc")
 
 
-def words(name: str) -> list[str]:
+def split_words(name: str) -> list[str]:
     """Splits a name at case, digits and whatever is no letter.
 
-    >>> words("val/MSELoss_top5"), words("testAccuracy")
+    >>> split_words("val/MSELoss_top5"), split_words("testAccuracy")
     (['val', 'mse', 'loss', 'top', '5'], ['test', 'accuracy'])
     """
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
@@ -319,9 +319,9 @@ def is_lower_better(name: str) -> bool:
     >>> [is_lower_better(name) for name in ("accuracy", "lossless", "neg_mean_squared_error")]
     [False, False, False]
     """
-    found = words(name)
+    parts = split_words(name)
     # hd95 is the usual Hausdorff distance; hd alone says too little.
-    return any(map(means_less, found)) != is_turned_round(found) or "hd95" in name.lower()
+    return any(map(means_less, parts)) != is_turned_round(parts) or "hd95" in name.lower()
 
 
 def means_less(word: str) -> bool:
@@ -329,10 +329,10 @@ def means_less(word: str) -> bool:
     return word in LOWER_IS_BETTER or (word.endswith(LOWER_ENDINGS) and word not in NO_ENDINGS)
 
 
-def is_turned_round(found: Sequence[str]) -> bool:
+def is_turned_round(parts: Sequence[str]) -> bool:
     """Says whether a name is that of something negated, so that its other direction is better."""
-    starts = [index for index, word in enumerate(found) if word in NEGATIONS]
-    return any(word in TURNED_ROUND or means_less(word) for start in starts for word in found[start + 1 :])
+    starts = [index for index, word in enumerate(parts) if word in NEGATIONS]
+    return any(word in TURNED_ROUND or means_less(word) for start in starts for word in parts[start + 1 :])
 
 
 def is_about_accuracy(name: str) -> bool:
@@ -343,10 +343,10 @@ def is_about_accuracy(name: str) -> bool:
     >>> [is_about_accuracy(name) for name in ("epoch", "lr/group0", "samples_per_second", "loss_scale")]
     [False, False, False, False]
     """
-    found = {word for word in words(name) if not word.isdigit()}
-    if "loss" in found and not found & {"scale", "scaler"}:
+    parts = {word for word in split_words(name) if not word.isdigit()}
+    if "loss" in parts and not parts & {"scale", "scaler"}:
         return True
-    return not found & NO_ACCURACY or not found <= NO_ACCURACY | FILLERS
+    return not parts & NO_ACCURACY or not parts <= NO_ACCURACY | FILLERS
 
 
 def most_important(names: Iterable[str]) -> str | None:
@@ -357,7 +357,7 @@ def most_important(names: Iterable[str]) -> str | None:
     """
 
     def rank(name: str) -> tuple[bool, bool, bool]:
-        found = set(words(name))
-        return name.lower() != "accuracy", not found & ACCURACY, not found & HELD_OUT
+        parts = set(split_words(name))
+        return name.lower() != "accuracy", not parts & ACCURACY, not parts & HELD_OUT
 
     return min(names, key=rank, default=None)

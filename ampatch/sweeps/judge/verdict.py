@@ -62,8 +62,8 @@ def judge_cut(run: Run, baseline: Sequence[Run]) -> tuple[Verdict, str]:
 
 def why_dependent(runs: Sequence[Run]) -> str:
     """Says which file a run read that an earlier run of the sweep wrote; empty if none did."""
-    found = next((run for run in runs if run.read), None)
-    return f"it read {found.read!r}, which the run {found.writer} wrote: {OWN_FILES}" if found else ""
+    reader = next((run for run in runs if run.read), None)
+    return f"it read {reader.read!r}, which the run {reader.writer} wrote: {OWN_FILES}" if reader else ""
 
 
 def why_failed(runs: Sequence[Run]) -> str:
@@ -106,8 +106,8 @@ def other_length(runs: Sequence[Run], baseline: Sequence[Run]) -> str:
         if other is None:
             continue
         if own < OTHER_LENGTH * other or OTHER_LENGTH * (own - len(run.skipped)) > other:
-            said = f"it ended after {own} steps, and O0 after {other}"
-            return f"{said}: --steps {min(own, other)} compares as many of both"
+            text = f"it ended after {own} steps, and O0 after {other}"
+            return f"{text}: --steps {min(own, other)} compares as many of both"
     return ""
 
 
@@ -118,14 +118,14 @@ def why_diverged(runs: Sequence[Run], baseline: Sequence[Run], loss: Distance) -
     metric that is not finite at O0 tells nothing.
     """
     names = compared_metrics(runs)
-    defined = [it for it in names if all(map(math.isfinite, quantity_of(baseline, it).values))]
+    defined = [name for name in names if all(map(math.isfinite, quantity_of(baseline, name).values))]
     first, final = quantity_of(baseline).first, finite(loss.baseline)
     rises = first is None or final is None or final > first
     most = None if rises else TOLERANCE * (loss.spread or 0)
-    found = [reason for run in runs if (reason := why_run_diverged(run, defined, most))]
-    if len(runs) > 1 and found:
-        return f"{found[0]} ({len(found)} of {len(runs)} runs)"
-    return "".join(found)
+    reasons = [reason for run in runs if (reason := why_run_diverged(run, defined, most))]
+    if len(runs) > 1 and reasons:
+        return f"{reasons[0]} ({len(reasons)} of {len(runs)} runs)"
+    return "".join(reasons)
 
 
 def why_run_diverged(run: Run, metrics: Sequence[str], most: float | None) -> str:
@@ -174,18 +174,22 @@ def why_not_compared(
 
 def compare_values(distances: Iterable[tuple[str, Distance]]) -> tuple[Verdict, str]:
     """Returns whether a loss or metric is worse than O0's by more than is allowed, and than chance may be."""
-    short = [(name, it) for name, it in distances if it.spreads is not None and it.spreads < -TOLERANCE]
-    clear = [(name, it) for name, it in short if it.spreads < -it.doubt]
+    short = [
+        (name, distance)
+        for name, distance in distances
+        if distance.spreads is not None and distance.spreads < -TOLERANCE
+    ]
+    clear = [(name, distance) for name, distance in short if distance.spreads < -distance.doubt]
     worst = sorted(clear or short, key=lambda pair: (pair[1].spreads, pair[0]))
-    named = [f"{name} {write_distance(it)}" for name, it in worst[:NAMED]]
+    named = [f"{name} {write_distance(distance)}" for name, distance in worst[:NAMED]]
     rest = len(worst) - NAMED
-    said = "; ".join(named) + (f"; and {rest} more" if rest > 0 else "")
+    text = "; ".join(named) + (f"; and {rest} more" if rest > 0 else "")
     if clear or not short:
-        return (Verdict.WORSE, said) if clear else (Verdict.SAME, "")
-    return Verdict.UNSURE, f"{said}, which one seed cannot tell from chance: --seeds 3"
+        return (Verdict.WORSE, text) if clear else (Verdict.SAME, "")
+    return Verdict.UNSURE, f"{text}, which one seed cannot tell from chance: --seeds 3"
 
 
-def write_distance(distance: Distance, origin: str = BASELINE) -> str:
+def write_distance(distance: Distance) -> str:
     """Writes a value and how far it is from where it is compared with.
 
     >>> write_distance(Distance(0.9512, 0.9594, -4.1, 0.002, "seeds"))
@@ -198,7 +202,7 @@ def write_distance(distance: Distance, origin: str = BASELINE) -> str:
         far = numbers.percent(abs(distance.value / distance.baseline - 1))
     else:
         far = f"{numbers.signed(abs(distance.spreads)).removeprefix('+')} spreads"
-    return f"{numbers.short(distance.value)}, {far} {side} {origin}"
+    return f"{numbers.short(distance.value)}, {far} {side} {BASELINE}"
 
 
 # ---- Conditions: which runs can be compared in speed ----
@@ -221,27 +225,26 @@ def select_alike(own: Sequence[Run], baseline: Sequence[Run]) -> tuple[list[Run]
     All rows, O0 too, are held against that one run: so no run that was disturbed counts for or against any.
     """
     best = calmest(baseline)
-    differences = [difference(it, best) if best else "" for it in own]
-    alike = [it for it, found in zip(own, differences, strict=True) if not found]
+    differences = [difference(run, best) if best else "" for run in own]
+    alike = [run for run, other in zip(own, differences, strict=True) if not other]
     return (alike, "") if alike or not own else (list(own), differences[0])
 
 
 def calmest(baseline: Sequence[Run]) -> Run | None:
-    """Returns the run of O0 that lost the least."""
-    return min(baseline, key=lambda it: it.lost, default=None)
+    return min(baseline, key=lambda run: run.lost, default=None)
 
 
 def difference(own: Run, best: Run) -> str:
     """Says in what the conditions of a run were other than those of O0; empty if in nothing that matters."""
     if own.device != best.device:
         return f"it ran on {own.device}, and O0 on {best.device}"
-    busy = [(it.busy or 0.0, "busy") for it in (own, best)]
+    busy = [(run.busy or 0.0, "busy") for run in (own, best)]
     for lost, least, most in ((own.lost, best.lost, ALIKE), (*busy, BUSY)):
         if abs(lost[0] - least[0]) > most:
-            here, there = (numbers.percent(round(part, 2)) for part, _ in (lost, least))
+            here, at_baseline = (numbers.percent(round(part, 2)) for part, _ in (lost, least))
             if lost < least:
                 return f"at O0 {write_lost(*least)}, and here {here}"
-            return f"{write_lost(*lost)}, and at O0 {there}"
+            return f"{write_lost(*lost)}, and at O0 {at_baseline}"
     return ""
 
 

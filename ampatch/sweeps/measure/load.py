@@ -34,7 +34,6 @@ class Load:
         return read_times(self._stat, self._cpus) if self._stat else []
 
     def passed(self) -> tuple[float, float]:
-        """Returns the seconds since it began, and those that the processors have worked for this process."""
         return time.perf_counter() - self._wall, time.process_time() - self._ran
 
     def fields(self, steps: int) -> dict[str, float | None]:
@@ -51,7 +50,9 @@ class Load:
         # Its own threads and processes keep it waiting as well, at every level: what others took is the most.
         most, busy = self.taken() or (float("inf"), None)
         busiest = max(map(sum, threads), default=0.0)
-        parts = [part(min(it[1], most), it[0]) for it in threads if sum(it) >= IDLE_THREAD * busiest]
+        parts = [
+            part(min(waited, most), ran) for ran, waited in threads if ran + waited >= IDLE_THREAD * busiest
+        ]
         throttled = read_throttled()
         return {
             "busy": busy,
@@ -76,7 +77,6 @@ class Load:
 
 
 def part(lost: float, had: float) -> float:
-    """Returns the part that was lost of what was wanted."""
     return lost / (lost + had) if lost > 0 else 0.0
 
 
@@ -84,11 +84,11 @@ def find_cpus() -> set[int]:
     """Returns the processors that the threads of this process may use: OMP_PROC_BIND gives each its own."""
     if not hasattr(os, "sched_getaffinity"):
         return set(range(os.cpu_count() or 1))
-    found = set(os.sched_getaffinity(0))
+    cpus = set(os.sched_getaffinity(0))
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it may have ended
-            found |= os.sched_getaffinity(int(thread.name))
-    return found
+            cpus |= os.sched_getaffinity(int(thread.name))
+    return cpus
 
 
 def read_times(path: Path, cpus: Collection[str]) -> list[int]:
@@ -105,20 +105,20 @@ def own_ticks() -> float:
     """Returns the processors' time of this process and of its children, in ticks."""
     if not hasattr(os, "sysconf"):
         return 0.0
-    found = sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
+    ticks = sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
     for child in multiprocessing.active_children():
         words = read_text(Path(f"/proc/{child.pid}/stat")).rpartition(")")[2].split()
-        found += sum(map(int, words[11:15]))
-    return found
+        ticks += sum(map(int, words[11:15]))
+    return ticks
 
 
 def read_threads() -> dict[str, tuple[int, int]]:
     """Returns of each thread how long it ran, and waited for a processor, in nanoseconds; Linux counts."""
-    found = {}
+    times = {}
     for file in Path("/proc/self/task").glob("*/schedstat"):
         if words := read_text(file).split():
-            found[file.parent.name] = int(words[0]), int(words[1])
-    return found
+            times[file.parent.name] = int(words[0]), int(words[1])
+    return times
 
 
 def read_switches() -> tuple[int, int]:
@@ -146,11 +146,10 @@ def throttled_times(groups: Path, root: Path) -> Iterator[float]:
             for folder in (own, *own.parents):
                 rows = read_text(base / folder / "cpu.stat").splitlines()
                 words = dict(row.split() for row in rows)
-                yield from (int(words[it]) * unit for it, unit in THROTTLED.items() if it in words)
+                yield from (int(words[name]) * unit for name, unit in THROTTLED.items() if name in words)
 
 
 def read_text(path: Path) -> str:
-    """Returns what is in a file, nothing where there is none."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -87,7 +87,7 @@ class TrainingMeter(amp.Observer):
         """Looks at the weights and files that training starts from."""
         if self._began is not None:
             return
-        models = [model for it in self._models if (model := it()) is not None]
+        models = [model for find in self._models if (model := find()) is not None]
         self._start, self._began = sample_weights(models), time.time_ns()
         if self._reads is not None:
             self._reads.look()
@@ -126,7 +126,7 @@ class TrainingMeter(amp.Observer):
         for name, value in numbers.items():
             self._metrics[name].add(step, value)
 
-    def note_error(self, error: Exception) -> None:
+    def record_error(self, error: Exception) -> None:
         """Takes what ended the script: if `initialize` refused its arguments, the script did call it."""
         self._refused = isinstance(error, amp.AmpError)
 
@@ -166,11 +166,11 @@ class TrainingMeter(amp.Observer):
 
 def numbers_in(metrics: Mapping[str, object]) -> dict[str, float]:
     """Returns those metrics that `float` takes: numbers, tensors of one element, arrays of one."""
-    found = {}
+    numbers = {}
     for name, value in metrics.items():
         with suppress(Exception):  # of objects of any kind: to be measured must not end a script
-            found[name] = float(value.detach() if isinstance(value, Tensor) else value)
-    return found
+            numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
+    return numbers
 
 
 # ---- Curves: kept whole while a run goes on, and short when it is over ----
@@ -184,7 +184,6 @@ class CurveBuilder:
         self._values = array("d")
 
     def add(self, step: int, value: float) -> None:
-        """Adds the next value."""
         self._steps.append(step)
         self._values.append(value)
 
@@ -200,7 +199,7 @@ def mean_by_step(curve: Curve) -> Curve:
     """
     points = groupby(zip(curve.steps, curve.values, strict=True), key=operator.itemgetter(0))
     values = {step: [value for _, value in group] for step, group in points}
-    return Curve(tuple(values), tuple(sum(it) / len(it) for it in values.values()))
+    return Curve(tuple(values), tuple(sum(group) / len(group) for group in values.values()))
 
 
 def averaged(curve: Curve, limit: int = POINTS) -> Curve:
@@ -263,7 +262,9 @@ class Losses:
         losses' mean; None if there are not two of each.
         """
         self._read()
-        curves = {str(loss_id): mean_by_step(it.build()) for loss_id, it in sorted(self._curves.items())}
+        curves = {
+            str(loss_id): mean_by_step(builder.build()) for loss_id, builder in sorted(self._curves.items())
+        }
         lasts = [curve.values[-LAST_LOSSES:] for curve in curves.values()]
         known = bool(lasts) and all(len(last) > 1 for last in lasts)
         errors = [deviation(last) / math.sqrt(len(last)) for last in lasts] if known else []

@@ -35,7 +35,7 @@ class ReadWatch:
         self._old: dict[str, int] = {}  # files from before the sweep that were read: when they were changed
         self._read: dict[str, str] = {}  # files of earlier runs, with these
         self._accessed = (
-            {path: it.st_atime_ns for path, it in self._trained_files(folders)} if earlier else {}
+            {path: status.st_atime_ns for path, status in self._trained_files(folders)} if earlier else {}
         )
         self._is_open = True
 
@@ -47,11 +47,11 @@ class ReadWatch:
         if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_TRUNC):
             return
         try:
-            self._note(os.path.abspath(os.fsdecode(path)), os.stat(path))
+            self._record(os.path.abspath(os.fsdecode(path)), os.stat(path))
         except (OSError, ValueError):  # it is not there, or no name of a file
             return
 
-    def _note(self, path: str, status: os.stat_result) -> None:
+    def _record(self, path: str, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode) or is_code_or_cache(path):
             return
         if writer := self._writer(status):
@@ -62,7 +62,9 @@ class ReadWatch:
     def _writer(self, status: os.stat_result) -> str:
         """Names the earlier run that was training when a file was changed."""
         changed = status.st_mtime_ns
-        return next((it.run for it in self._earlier if it.began <= changed <= it.ended), "")
+        return next(
+            (training.run for training in self._earlier if training.began <= changed <= training.ended), ""
+        )
 
     def _trained_files(self, folders: Sequence[Path]) -> Iterator[tuple[str, os.stat_result]]:
         """Yields the weights in the folders that an earlier run wrote while it trained."""
@@ -103,13 +105,11 @@ class Audit:
         sys.addaudithook(self)
 
     def __call__(self, event: str, arguments: tuple) -> None:
-        """Passes an event on."""
         if event == "open" and self.listener is not None:
             self.listener(event, arguments)
 
 
 def is_changed(path: str, old: int, began: int) -> bool:
-    """Says whether a file was written after a training began."""
     try:
         now = os.stat(path).st_mtime_ns
     except OSError:
@@ -141,6 +141,5 @@ def files_in(folders: set[Path]) -> Iterator[str]:
 
 
 def shorten(path: str) -> str:
-    """Returns a path as it can be read from the working directory."""
     here = os.getcwd() + os.sep
     return path.removeprefix(here)

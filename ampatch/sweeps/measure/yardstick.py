@@ -49,7 +49,7 @@ class Autocast(amp.Observer):
                     hook = ModelHook(self._begin) if module is model else PartHook(self._begin)
                     self._hooks.callback(register_first(module, hook))
 
-    def _begin(self, module: Module, *given: object) -> None:
+    def _begin(self, module: Module, *values: object) -> None:
         if self._entry is not None and self._entry is not module:
             return
         self._entry = module
@@ -79,15 +79,12 @@ class Autocast(amp.Observer):
             self._exit()
 
     def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """Ends autocasting before the backward."""
         self._exit()
 
     def on_step_begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Ends autocasting before the weights change."""
         self._exit()
 
     def on_uninitialize(self) -> None:
-        """Takes everything back."""
         self.close()
 
     def close(self) -> None:
@@ -109,12 +106,12 @@ class ModelHook:
     A copy of a model has a hook that tells nobody.
     """
 
-    tell: Callable[..., None] | None
+    callback: Callable[..., None] | None
 
     @torch.compiler.disable
     def __call__(self, module: Module, *values: object) -> None:
-        if self.tell is not None:
-            self.tell(module, *values)
+        if self.callback is not None:
+            self.callback(module, *values)
 
     def __reduce__(self) -> tuple:
         return type(self), (None,)
@@ -125,8 +122,8 @@ class PartHook(ModelHook):
     """Tells of the forward of a part of a model; within compiled code, where autocast is on, of nothing."""
 
     def __call__(self, module: Module, *values: object) -> None:
-        if not torch.compiler.is_compiling() and self.tell is not None:
-            self.tell(module, *values)
+        if not torch.compiler.is_compiling() and self.callback is not None:
+            self.callback(module, *values)
 
 
 def register_first(module: Module, hook: ModelHook) -> Callable[[], None]:
@@ -143,13 +140,13 @@ def register_first(module: Module, hook: ModelHook) -> Callable[[], None]:
 
 def has_half(output: Tensor) -> bool:
     """Says whether an operation that led to a tensor gave a half one, or may have: it was compiled."""
-    pending, seen = [output.grad_fn], set()
+    pending, visited = [output.grad_fn], set()
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        kinds = [getattr(it, "dtype", None) for it in getattr(node, "_input_metadata", ())]
+        visited.add(node)
+        kinds = [getattr(metadata, "dtype", None) for metadata in getattr(node, "_input_metadata", ())]
         if any(kind in HALF for kind in kinds) or "Compiled" in node.name():
             return True
         pending += [following for following, _ in node.next_functions]

@@ -39,20 +39,20 @@ def charts_of(sweep: Sweep) -> list[tuple[str, list[Chart]]]:
     ]
     for name in metric_names(sweep.rows, sweep.records)[:METRICS_DRAWN]:
         curves.append((name, curves_of(sweep, lambda run, name=name: run.metrics.get(name))))
-    charts = [(name, charts_of_curves(name, found)) for name, found in curves]
+    charts = [(name, charts_of_curves(name, level_curves)) for name, level_curves in curves]
     return [(name, group) for name, group in charts if group]
 
 
 def curves_of(sweep: Sweep, read: Callable[[Run], Curve | None]) -> list[LevelCurve]:
     """Returns the curves of each level with any; runs that failed count where none finished."""
-    found = []
+    level_curves = []
     for row in sweep.rows:
         runs = [(run.failed, curve) for run in sweep.records if run.row == row.name and (curve := read(run))]
-        there = [(failed, curve) for failed, curve in runs if curve.steps]
-        curves = [curve for failed, curve in there if not failed] or [curve for _, curve in there]
+        with_steps = [(failed, curve) for failed, curve in runs if curve.steps]
+        curves = [curve for failed, curve in with_steps if not failed] or [curve for _, curve in with_steps]
         if curves:
-            found.append(LevelCurve(row, mean_of(curves)))
-    return found
+            level_curves.append(LevelCurve(row, mean_of(curves)))
+    return level_curves
 
 
 def mean_of(curves: Sequence[Curve]) -> Points:
@@ -67,18 +67,18 @@ def mean_of(curves: Sequence[Curve]) -> Points:
     values = np.concatenate([curve.values for curve in curves]).astype(float)
     is_long = max(len(curve.steps) for curve in curves) > POINTS
     _, part = np.unique(steps * POINTS // (steps.max() + 1) if is_long else steps, return_inverse=True)
-    there = np.abs(values) <= LARGEST
-    counts, finite = np.bincount(part), np.bincount(part, there)
-    means = np.bincount(part, np.where(there, values, 0.0)) / np.maximum(finite, 1)
+    is_shown = np.abs(values) <= LARGEST
+    counts, finite = np.bincount(part), np.bincount(part, is_shown)
+    means = np.bincount(part, np.where(is_shown, values, 0.0)) / np.maximum(finite, 1)
     enough = (finite > 0) & (2 * finite >= counts)
     return Points(np.bincount(part, steps) / counts, np.where(enough, means, np.nan))
 
 
 def value_range(curves: Sequence[LevelCurve]) -> tuple[float, float] | None:
     """Returns the lowest and the highest value to show; what diverged or is far outside does not count."""
-    trusted = [it for it in curves if it.row.verdict not in (Verdict.DIVERGED, Verdict.FAILED)]
+    trusted = [curve for curve in curves if curve.row.verdict not in (Verdict.DIVERGED, Verdict.FAILED)]
     for group in (trusted, curves):
-        values = np.concatenate([np.empty(0), *(it.mean.finite for it in group)])
+        values = np.concatenate([np.empty(0), *(curve.mean.finite for curve in group)])
         if values.size:
             inner_low, inner_high = np.quantile(values, [0.02, 0.98])
             reach = OUTLIER * (inner_high - inner_low) or np.inf
@@ -90,11 +90,11 @@ def charts_of_curves(name: str, curves: Sequence[LevelCurve]) -> list[Chart]:
     """Returns a chart for each level but O0, with the mean of O0 behind it; all have the same axes."""
     shown = value_range(curves)
     # There is no chart of what has one value.
-    if shown is None or shown[0] == shown[1] or all(it.mean.steps.size < 2 for it in curves):
+    if shown is None or shown[0] == shown[1] or all(curve.mean.steps.size < 2 for curve in curves):
         return []
-    end = max(it.mean.steps[-1] for it in curves)
-    o0 = next((it for it in curves if it.row.name == BASELINE), None)
-    return [chart_of(name, it, o0, shown, end) for it in curves if it is not o0 or len(curves) == 1]
+    end = max(curve.mean.steps[-1] for curve in curves)
+    o0 = next((curve for curve in curves if curve.row.name == BASELINE), None)
+    return [chart_of(name, curve, o0, shown, end) for curve in curves if curve is not o0 or len(curves) == 1]
 
 
 def chart_of(
@@ -143,7 +143,7 @@ class Points:
         if not self.finite.size:
             return "no finite value"
         after = [f", no finite value after step {step:,.0f}" for step in self.break_off.steps]
-        first, last = (typeset(number(it)) for it in self.finite[[0, -1]])
+        first, last = (typeset(number(value)) for value in self.finite[[0, -1]])
         return f"from {first} to {last}{''.join(after)}"
 
 
@@ -167,14 +167,14 @@ def draw(
     low, high = shown
     is_log = low > 0 and high / low > WIDE
     scale = np.log10 if is_log else np.asarray
-    across = place(*steps, LEFT, WIDTH - RIGHT)
-    up = place(float(scale(low)), float(scale(high)), HEIGHT - FOOT - 6, HEAD + 6)
+    across = make_axis(*steps, LEFT, WIDTH - RIGHT)
+    up = make_axis(float(scale(low)), float(scale(high)), HEIGHT - FOOT - 6, HEAD + 6)
     parts = []
     for value in log_ticks(low, high) if is_log else ticks(low, high):
         y = f"{up(scale(value)):.1f}"
         parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="{GRID}"/>')
         parts.append(text(LEFT - 6, f"{float(y) + 4:.1f}", typeset(short(value)), "end"))
-    for value in (it for it in ticks(*steps) if it == int(it)):
+    for value in (tick for tick in ticks(*steps) if tick == int(tick)):
         parts.append(text(f"{across(value):.1f}", HEIGHT - FOOT + 15, typeset(short(value)), "middle"))
     parts.append(text(WIDTH - RIGHT, HEIGHT - 4, "step", "end"))
     parts.append(f'<path d="M{LEFT} {HEIGHT - FOOT}H{WIDTH - RIGHT}" stroke="{MUTED}"/>')
@@ -193,7 +193,7 @@ def draw(
     return "\n".join(parts)
 
 
-def place(first: float, last: float, start: float, end: float) -> Callable[[NDArray], NDArray]:
+def make_axis(first: float, last: float, start: float, end: float) -> Callable[[NDArray], NDArray]:
     return lambda value: start + (value - first) / ((last - first) or 1.0) * (end - start)
 
 

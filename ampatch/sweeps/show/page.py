@@ -13,7 +13,7 @@ from ampatch.sweeps import numbers
 from ampatch.sweeps.log_file import ESCAPES
 from ampatch.sweeps.numbers import NOTHING, number, typeset
 from ampatch.sweeps.rows import LAST_LOSSES, TOLERANCE, Level, Sweep, Verdict, keys_of, metric_names
-from ampatch.sweeps.show.terminal import COLUMNS, distance_text, part_of, said_of_warmup
+from ampatch.sweeps.show.terminal import COLUMNS, distance_text, explain_warmup, part_of
 
 NO_CHARTS = "There are no charts, since NumPy is not installed: pip install numpy"
 # What XML and HTML do not allow, not even escaped; a tab and the ends of lines stay.
@@ -71,7 +71,7 @@ def write_page(sweep: Sweep) -> str:
         version=sweep.environment.ampatch,
         keys=keys_of(row.name for row in sweep.rows),
         tables=[table for table in tables_of(sweep) if table.lines],
-        warmup=said_of_warmup(sweep),
+        warmup=explain_warmup(sweep),
         on_device={run.memory for run in sweep.records if run.peak_mib is not None} == {"device"},
         last_losses=LAST_LOSSES,
         tolerance=TOLERANCE,
@@ -108,7 +108,7 @@ def tables_of(sweep: Sweep) -> list[PageTable]:
             cells.append(PageCell(text, column.small(row) if value is not None else "", bar))
         cells.append(PageCell(str(row.runs), f"{row.failed} failed" if row.failed else ""))
         lines.append((row, [*cells, *metric_cells(row, first)]))
-    tables = [PageTable(CAPTION, ["Verdict", *(it.page for it in columns), "Runs", *first], lines)]
+    tables = [PageTable(CAPTION, ["Verdict", *(column.page for column in columns), "Runs", *first], lines)]
     for group in others:
         lines = [(row, metric_cells(row, group)) for row in sweep.rows]
         tables.append(PageTable(f"Under a metric stands {BETTER}", group, lines))
@@ -117,12 +117,12 @@ def tables_of(sweep: Sweep) -> list[PageTable]:
 
 def metric_cells(row: Level, names: Sequence[str]) -> list[PageCell]:
     """Returns the last values of these metrics, and how far they are from those of O0."""
-    found = [row.metrics.get(name) for name in names]
+    distances = [row.metrics.get(name) for name in names]
     return [
         PageCell(typeset(NOTHING))
-        if it is None or it.value is None
-        else PageCell(typeset(number(it.value, 4)), distance_text(it))
-        for it in found
+        if distance is None or distance.value is None
+        else PageCell(typeset(number(distance.value, 4)), distance_text(distance))
+        for distance in distances
     ]
 
 

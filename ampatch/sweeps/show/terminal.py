@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
 from ampatch.sweeps import numbers
@@ -49,9 +50,9 @@ def write(sweep: Sweep) -> str:
     keys = keys_of(row.name for row in sweep.rows)
     lines = [title(sweep), *table_lines(sweep, keys)]
     lines += wrap(*(f"{key}: {name}" for name, key in keys.items() if name != key))
-    lines += wrap(*said_of_rows(sweep.rows, keys))
+    lines += wrap(*explain_rows(sweep.rows, keys))
     lines += [failure_of(run, keys[run.row]) for run in sweep.records if run.failed]
-    lines += ["", *wrap(said_of_columns(sweep)), "", *wrap(said_of_choice(sweep.recommendation, keys))]
+    lines += ["", *wrap(explain_columns(sweep)), "", *wrap(write_recommendation(sweep.recommendation, keys))]
     return "\n".join(map(printable, lines))
 
 
@@ -86,16 +87,16 @@ def verdict_of(row: Level) -> str:
     return row.verdict.value if row.runs else "not run"
 
 
-def said_of_rows(rows: Sequence[Level], keys: Mapping[str, str]) -> list[str]:
+def explain_rows(rows: Sequence[Level], keys: Mapping[str, str]) -> list[str]:
     """Returns what is to be said of rows, each text once, after the short names of those it is about."""
     texts: dict[str, list[str]] = {}
     for row in rows:
-        for text in said_of(row):
+        for text in explain_row(row):
             texts.setdefault(text, []).append(keys[row.name])
     return [f"{', '.join(names)} {text}" for text, names in texts.items()]
 
 
-def said_of(row: Level) -> Iterator[str]:
+def explain_row(row: Level) -> Iterator[str]:
     """Yields a verdict with its reason, where no lines of failed runs say as much, and the note."""
     is_told = row.verdict is Verdict.FAILED or row.outcome is Ending.INTERRUPTED
     if row.reason and row.runs and not is_told:
@@ -114,13 +115,14 @@ def failure_of(run: Run, name: str) -> str:
     return f"{name}{seed} {run.outcome}{after}{made}{cause}{log}"
 
 
-def said_of_choice(it: Recommendation, keys: Mapping[str, str]) -> str:
+def write_recommendation(recommendation: Recommendation, keys: Mapping[str, str]) -> str:
     """Writes the recommendation; variants have their whole name once."""
-    reason = abbreviate(it.reason, keys)
-    if it.row is None:
-        return f"{HEADLINES[it.outcome]} {reason}"
-    key = keys.get(it.row, it.row)
-    return f"{HEADLINES[it.outcome]}{it.row}{'' if key == it.row else f' ({key})'}. {reason}"
+    headline, row = HEADLINES[recommendation.outcome], recommendation.row
+    reason = abbreviate(recommendation.reason, keys)
+    if row is None:
+        return f"{headline} {reason}"
+    key = keys.get(row, row)
+    return f"{headline}{row}{'' if key == row else f' ({key})'}. {reason}"
 
 
 def printable(text: str) -> str:
@@ -160,21 +162,14 @@ def half_range(level: Level) -> float | None:
 
 def worst(level: Level) -> float | None:
     """Returns the distance of that loss or metric which did worst, in spreads: the verdict goes by it."""
-    known = [it.spreads for it in (level.loss, *level.metrics.values()) if it.spreads is not None]
+    known = [
+        distance.spreads for distance in (level.loss, *level.metrics.values()) if distance.spreads is not None
+    ]
     return min(known, default=None)
 
 
-def two_digits(value: float | None) -> str:
-    return numbers.number(value, 2)
-
-
-def four_digits(value: float | None) -> str:
-    return numbers.number(value, 4)
-
-
 def quartiles(level: Level) -> str:
-    """Writes between which times the middle half of the steps lies."""
-    ends = [typeset(numbers.number(it)) for it in (level.step_ms_low, level.step_ms_high)]
+    ends = [typeset(numbers.number(milliseconds)) for milliseconds in (level.step_ms_low, level.step_ms_high)]
     return "–".join(ends) if level.timed > 1 else ""  # noqa: RUF001
 
 
@@ -188,22 +183,23 @@ def distance_text(distance: Distance) -> str:
     return f"{typeset(numbers.signed(percent))} %" if math.isfinite(percent) else ""
 
 
+two_digits, four_digits = (partial(numbers.number, digits=digits) for digits in (2, 4))
 COLUMNS = (
-    Column("ms a\nstep", "ms a step", lambda it: it.step_ms, four_digits, quartiles),
+    Column("ms a\nstep", "ms a step", lambda level: level.step_ms, four_digits, quartiles),
     Column("\n+-", "", half_range, two_digits),
-    Column("speed\nto O0", "Speed", lambda it: it.speed, numbers.ratio, has_bar=True),
+    Column("speed\nto O0", "Speed", lambda level: level.speed, numbers.ratio, has_bar=True),
     Column(
-        *("peak\nMiB", "Peak MiB", lambda it: it.peak_mib),
-        small=lambda it: "" if it.memory is None else f"{typeset(numbers.ratio(it.memory))} O0",
+        *("peak\nMiB", "Peak MiB", lambda level: level.peak_mib),
+        small=lambda level: "" if level.memory is None else f"{typeset(numbers.ratio(level.memory))} O0",
         has_bar=True,
     ),
     Column(
-        *("final\nloss", "Final loss", lambda it: it.loss.value, four_digits),
-        lambda it: distance_text(it.loss),
+        *("final\nloss", "Final loss", lambda level: level.loss.value, four_digits),
+        lambda level: distance_text(level.loss),
     ),
     Column("from\nO0", "", worst, numbers.signed),
-    Column("skip-\nped", "Skipped", lambda it: it.skipped, numbers.count),
-    Column("loss\nscale", "Loss scale", lambda it: it.loss_scale, numbers.scale),
+    Column("skip-\nped", "Skipped", lambda level: level.skipped, numbers.count),
+    Column("loss\nscale", "Loss scale", lambda level: level.loss_scale, numbers.scale),
 )
 
 
@@ -213,14 +209,14 @@ def table_of(sweep: Sweep) -> list[tuple[str, Callable[[Level], str]]]:
     columns = []
     for column in COLUMNS:
         if column.terminal:
-            columns.append((column.terminal, lambda it, column=column: column.write(column.of(it))))
+            columns.append((column.terminal, lambda level, column=column: column.write(column.of(level))))
         if metric and column.page == "Final loss":
-            columns.append((heading_of(metric), lambda it: value_of(it.metrics.get(metric))))
+            columns.append((heading_of(metric), lambda level: value_of(level.metrics.get(metric))))
     return columns
 
 
 def value_of(distance: Distance | None) -> str:
-    return numbers.number(distance.value if distance else None, 4)
+    return four_digits(distance.value if distance else None)
 
 
 def heading_of(metric: str) -> str:
@@ -255,23 +251,23 @@ def title(sweep: Sweep) -> str:
     return f"{name}: {times}, torch {environment.torch}, {device}"
 
 
-def said_of_columns(sweep: Sweep) -> str:
+def explain_columns(sweep: Sweep) -> str:
     """Says how the columns were measured, and from which distance on a level is worse."""
     memory = " or ".join(sorted({run.memory for run in sweep.records})) or "resident"
-    said = (
-        f"ms a step: median {said_of_warmup(sweep)}, +- half the range between the quartiles. peak MiB: "
+    text = (
+        f"ms a step: median {explain_warmup(sweep)}, +- half the range between the quartiles. peak MiB: "
         f"{memory} memory. final loss: mean of the last {LAST_LOSSES}."
     )
     o0 = find_level(sweep.rows)
-    known = [it.unit for it in (o0.loss, *o0.metrics.values()) if it.spread] if o0 else []
+    known = [distance.unit for distance in (o0.loss, *o0.metrics.values()) if distance.spread] if o0 else []
     if not known:
-        return said
+        return text
     units = "; ".join(UNITS[unit] for unit in dict.fromkeys(known))
     worse = f"below -{numbers.short(TOLERANCE)} is worse, or unsure where one seed cannot tell."
-    return f"{said} from O0: the loss or metric that did worst, in spreads ({units}); {worse}"
+    return f"{text} from O0: the loss or metric that did worst, in spreads ({units}); {worse}"
 
 
-def said_of_warmup(sweep: Sweep) -> str:
+def explain_warmup(sweep: Sweep) -> str:
     """Says which steps the times are of, to be read after "median"."""
     # The first step has no time, whatever is left out.
     short = [run.steps - 1 <= WARMUP for run in sweep.records if run.step_ms is not None]
@@ -283,6 +279,6 @@ def said_of_warmup(sweep: Sweep) -> str:
 
 def part_of(value: float | None, values: Sequence[float | None]) -> float | None:
     """Returns the part that a value is of the largest one, None if it is none."""
-    largest = max((it for it in values if it is not None), default=0)
+    largest = max((one for one in values if one is not None), default=0)
     part = value / largest if value is not None and largest else None
     return round(part, 3) if part is not None and 0 <= part <= 1 else None

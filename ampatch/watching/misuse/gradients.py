@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ampatch.levels.patcher import Patcher, SessionPatch
 from ampatch.levels.stack import Line, find_line
-from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.members import Members, ScaledBackwards
 from ampatch.steps.block import PlainBackward, ScaledLoss
 from ampatch.steps.optimizer import AmpOptimizer
@@ -67,7 +67,6 @@ class ScaleWatch:
     # Blocks
 
     def begin_block(self, block: ScaledLoss) -> None:
-        """Notes that a block has begun whose gradients are scaled."""
         self._blocks[id(block)] = {}
         for optimizer in block.optimizers:
             self._had_block.add(id(optimizer))
@@ -86,28 +85,27 @@ class ScaleWatch:
             return
         line = find_line()
         for optimizer in () if backward.blocks else self._list_dynamic():
-            backward.notes.append((self._outside, id(optimizer), line, _see(optimizer)))
+            backward.before.append((self._outside, id(optimizer), line, _snapshot(optimizer)))
         for block in backward.blocks:
             for optimizer in block.optimizers:
-                backward.notes.append((self._blocks[id(block)], id(optimizer), line, _see(optimizer)))
+                backward.before.append((self._blocks[id(block)], id(optimizer), line, _snapshot(optimizer)))
 
     def look_after(self, backward: PlainBackward) -> None:
-        for found, key, line, seen in backward.notes:
-            if seen.list_changed():
-                found[key] = line
+        for lines, key, line, grads in backward.before:
+            if grads.list_changed():
+                lines[key] = line
 
     def warn_of_late(self) -> None:
         self._warner.warn("late", LATE)
 
     def _list_dynamic(self) -> list[AmpOptimizer]:
         """The optimizers with a dynamic scale; what has a `backward`, as FP16_Optimizer, scales by itself."""
-        found = [amp for amp in self._members.optimizers() if amp.call.scalers[0].is_dynamic]
-        return [amp for amp in found if not hasattr(amp.find_outer(), "backward")]
+        amps = [amp for amp in self._members.optimizers() if amp.call.scalers[0].is_dynamic]
+        return [amp for amp in amps if not hasattr(amp.find_outer(), "backward")]
 
     # A step
 
     def had_block(self, amp: AmpOptimizer) -> bool:
-        """Whether a block has named the optimizer since its last step."""
         return id(amp) in self._had_block
 
     def check_step(self, optimizer: AmpOptimizer) -> None:
@@ -141,25 +139,25 @@ def _is_called_by_grad_scaler() -> bool:
     return frame is not None and frame.f_locals["self"].is_enabled()
 
 
-class SeenGrads:
+class GradSnapshot:
     """Gradients as they were, to see which are made or written."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._seen = [(param, grad := param.grad, -1 if grad is None else grad._version) for param in params]
+        self._grads = [(param, grad := param.grad, -1 if grad is None else grad._version) for param in params]
 
     def list_changed(self) -> list[Tensor]:
         """The parameters that have got other gradients, or another value in one."""
         return [
             param
-            for param, grad, version in self._seen
+            for param, grad, version in self._grads
             if param.grad is not grad or (grad is not None and grad._version != version)
         ]
 
 
-def _see(optimizer: AmpOptimizer) -> SeenGrads:
+def _snapshot(optimizer: AmpOptimizer) -> GradSnapshot:
     """Sees the gradients of the first and the last parameter; all would take too long."""
     groups = [group["params"] for group in optimizer.optimizer.param_groups if group["params"]]
-    return SeenGrads([groups[0][0], groups[-1][-1]] if groups else [])
+    return GradSnapshot([groups[0][0], groups[-1][-1]] if groups else [])
 
 
 BESIDE = (
@@ -284,13 +282,13 @@ class UnknownOptimizer:
     """An optimizer that initialize never saw, and the gradients that blocks have left it, scaled."""
 
     find: ref[Optimizer]
-    before: SeenGrads | None = None  # a block that is open
+    before: GradSnapshot | None = None  # a block that is open
     scaled: list[tuple[Tensor, ref[Tensor]]] = field(default_factory=list)
 
     def begin_block(self, known: set[int]) -> None:
         """Notes what is there, but for parameters that are `known` to the session, by id."""
         params = [param for group in self.find().param_groups for param in group["params"]]  # type: ignore[union-attr]
-        self.before = SeenGrads(param for param in params if id(param) not in known)
+        self.before = GradSnapshot(param for param in params if id(param) not in known)
 
     def end_block(self) -> None:
         """Notes what the block has changed; keeps none of it alive."""
@@ -317,12 +315,12 @@ class UnknownOptimizers:
 
     def _forget(self) -> None:
         self._is_open = False
-        self._seen: set[int] = set()  # optimizers that were looked at, by id, since the last call
+        self._checked: set[int] = set()  # optimizers that were looked at, by id, since the last call
         self.unknown: dict[int, UnknownOptimizer] = {}  # by the id of the optimizer
 
     def open(self, undo: ExitStack) -> None:
         """Puts the hook there, unless it is; `undo` receives the way back."""
-        self._seen.clear()
+        self._checked.clear()
         if not self._is_open:
             self._is_open = True
             undo.callback(self._forget)
@@ -345,22 +343,22 @@ class UnknownOptimizers:
 
     def _check(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         key = id(optimizer)
-        if torch.compiler.is_dynamo_compiling() or (key in self._seen and key not in self.unknown):
+        if torch.compiler.is_dynamo_compiling() or (key in self._checked and key not in self.unknown):
             return
-        amp = None if key in self._seen else self._members.find(optimizer)
+        amp = None if key in self._checked else self._members.find(optimizer)
         if amp is not None:  # its own hook comes later
             amp.masters.install_again()
-        elif key not in self._seen and self._steps_half(optimizer):
+        elif key not in self._checked and self._steps_half(optimizer):
             self._warner.warn("stranger", HALF.format(type(optimizer).__name__))
         else:
             self._check_scaled(optimizer)
-        self._seen.add(key)
+        self._checked.add(key)
 
     def _check_scaled(self, optimizer: Optimizer) -> None:
         one = self.unknown.get(id(optimizer))
         if one is None or one.find() is not optimizer:  # ids are used again
             self.unknown[id(optimizer)] = UnknownOptimizer(ref(optimizer))
-        elif not self._warner.has_said("stranger") and one.steps_scaled():
+        elif not self._warner.has_warned("stranger") and one.steps_scaled():
             self._warner.warn("stranger", SCALED.format(type(optimizer).__name__))
 
     def _steps_half(self, optimizer: Optimizer) -> bool:

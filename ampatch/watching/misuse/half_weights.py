@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ampatch.casts.cast import CASTS
 from ampatch.casts.cast_tree import cast_tree
+from ampatch.levels.patcher import Patcher, SessionPatch
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import Line
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import Shared
 from ampatch.models.rounding import Effect, find_error
-from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.members import Members
 from ampatch.session.request import Opening
 from ampatch.steps.masters import Weight, is_wrapper
@@ -45,7 +45,6 @@ class HalfWatch(SessionPatch):
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was seen."""
         self._models: list[tuple[weakref.ref[Module], bool]] = []  # and if their half weights have masters
         self._savers: set[type] = set()  # whose save_pretrained is patched
 
@@ -124,8 +123,7 @@ def _saving_float32(save: Callable[..., object]) -> Callable[..., object]:
         part, _, name = first[0].rpartition(".")
         dtype = model.get_submodule(part).state_dict().get(name, first[1]).dtype
         typed = torch.empty(0, dtype=dtype, device=first[1].device)
-        with ExitStack() as undo:
-            undo.callback((patcher := Patcher()).close)
+        with closing(Patcher()) as patcher:
             patcher.replace(
                 model, "parameters", lambda recurse=True: itertools.chain([typed], parameters(recurse))
             )
@@ -193,7 +191,7 @@ class AverageWatch:
 
     def _judge(self, track: Track) -> None:
         lost = track.read_lost()
-        if lost > MOST_LOST and not self._warner.has_said("average"):
+        if lost > MOST_LOST and not self._warner.has_warned("average"):
             self._warner.warn("soft", SOFT.format(track.weight.half.dtype, lost))
 
 
@@ -207,9 +205,9 @@ class Track:
         self.weight, self._find = weight, find
         self.views: deque[Tensor] = deque(maxlen=8)  # what `.data` gave since the last look
         self._numbers: list[tuple[Tensor, Tensor]] = []
-        self._note()
+        self._take_sample()
 
-    def _note(self) -> None:
+    def _take_sample(self) -> None:
         half = self.weight.half
         self._version, self._pointer = half._version, half.data_ptr()
         self._values = _sample(half).clone()
@@ -228,7 +226,7 @@ class Track:
             before, others = self._values, _sample(original.half)
             differs = before != others
             self._numbers.append((differs.sum(), (differs & (_sample(half) == before)).sum()))
-            self._note()
+            self._take_sample()
         self.views.clear()
         return len(self._numbers) < UPDATES
 
@@ -327,11 +325,11 @@ class OutputWatch(_FirstForward):
         self._warn({name: error for name, error in errors.items() if error})
 
     def _warn(self, errors: Mapping[str, float]) -> None:
-        said = ", ".join(f"{name!r} returns (by up to {error:.3g})" for name, error in errors.items())
+        parts = ", ".join(f"{name!r} returns (by up to {error:.3g})" for name, error in errors.items())
         if errors:
             self._warner.warn(
-                f"output {said}",
-                f"{self._policy.opt_level} rounds what {said} to {self._policy.half}, as the modules around "
+                f"output {parts}",
+                f"{self._policy.opt_level} rounds what {parts} to {self._policy.half}, as the modules around "
                 f"it are half: pass initialize(keep_fp32={list(errors)}), which leaves its result in float32",
             )
 
@@ -371,11 +369,11 @@ def _list_untrained(model: Module) -> dict[str, Tensor]:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     # At O3, or with keep_batchnorm_fp32=False, who asks for half statistics gets them.
     norms = [part for part in model.modules() if isinstance(part, _BatchNorm)]
-    of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
     return {
         name: tensor
         for name, tensor in tensors
-        if tensor.dtype in HALF_TYPES and id(tensor) not in of_norms and not _is_out_of_reach(tensor)
+        if tensor.dtype in HALF_TYPES and id(tensor) not in statistics and not _is_out_of_reach(tensor)
     }
 
 
@@ -392,8 +390,8 @@ def _mark(tensor: Tensor) -> tuple[int, int, float]:
 class _LookedAt:
     """The forward of a model, looked at once in training; what the model finds as its `forward`."""
 
-    def __init__(self, module: Module, names: Sequence[str], tell: Callable) -> None:
-        self._module, self._names, self._tell = module, names, tell
+    def __init__(self, module: Module, names: Sequence[str], warn: Callable) -> None:
+        self._module, self._names, self._warn = module, names, warn
 
     def __reduce__(self) -> tuple:
         return functools.partial, (type(self._module).forward, self._module)
@@ -407,9 +405,9 @@ class _LookedAt:
         tensors = _list_untrained(module)
         with _Additions({name: tensors[name] for name in self._names if name in tensors}) as additions:
             output = forward(*args, **kwargs)
-        found = additions.find(_list_untrained(module))
-        if found:
-            self._tell(module, found)
+        names = additions.find(_list_untrained(module))
+        if names:
+            self._warn(module, names)
         return output
 
 
@@ -448,15 +446,14 @@ class _Additions(TorchFunctionMode):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._places = {_place(tensor): name for name, tensor in tensors.items()}
+        self._places = {_memory_of(tensor): name for name, tensor in tensors.items()}
         self._sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         self._derived: list[tuple[Tensor, str]] = []  # what was computed of them, and is no larger
-        self._found: set[str] = set()
+        self._written: set[str] = set()
 
     def find(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of the tensors; `tensors` are those of the model afterwards."""
         now = {name: self._find_source(tensors.get(name)) for name in self._sizes}
-        return [name for name, source in now.items() if name in self._found or source == name]
+        return [name for name, source in now.items() if name in self._written or source == name]
 
     def __torch_function__(
         self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None
@@ -466,7 +463,7 @@ class _Additions(TorchFunctionMode):
         if stem in _WRITES or (stem in _ARITHMETIC and is_in_place):
             target = self._find_place(args[0])
             if target is not None and (stem in _ARITHMETIC or target in map(self._find_source, args[1:])):
-                self._found.add(target)
+                self._written.add(target)
         result = function(*args, **(kwargs or {}))
         if stem in _SAME or stem.removeprefix("r") in _SAME:
             source = next(
@@ -477,12 +474,11 @@ class _Additions(TorchFunctionMode):
         return result
 
     def _find_place(self, arg: object) -> str | None:
-        return self._places.get(_place(arg)) if isinstance(arg, Tensor) else None
+        return self._places.get(_memory_of(arg)) if isinstance(arg, Tensor) else None
 
     def _find_source(self, arg: object) -> str | None:
         return next((name for tensor, name in self._derived if tensor is arg), None)
 
 
-def _place(tensor: Tensor) -> int:
-    """The memory that a tensor and its views share."""
+def _memory_of(tensor: Tensor) -> int:
     return 0 if tensor.is_meta or tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()

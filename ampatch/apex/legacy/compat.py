@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from ampatch.apex.changes import ProgramChanges, is_library, script_frame, wrap
 from ampatch.apex.legacy import rows
-from ampatch.apex.legacy.finding import (
+from ampatch.apex.legacy.names import Notices, Places, put_back_names, script_place, warned
+from ampatch.apex.legacy.patterns import (
     KEYWORD,
     LIBROSA,
     POSITIONAL,
@@ -33,9 +34,8 @@ from ampatch.apex.legacy.finding import (
     find_rank,
     librosa_wants_names,
 )
-from ampatch.apex.legacy.gone import fft
-from ampatch.apex.legacy.loading import Loads
-from ampatch.apex.legacy.names import Notices, Places, put_back_names, script_place, warned
+from ampatch.apex.legacy.removed import fft
+from ampatch.apex.legacy.safe_load import Loads
 from ampatch.apex.legacy.tensors import LegacyMode, init_at_port, take_byte_mask
 from ampatch.levels.private import MASK_CHECKS
 
@@ -71,7 +71,6 @@ class OldTransforms(ModuleType):
     """The module torch.fft, which was a function as well."""
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        """Transforms pairs of real and imaginary parts."""
         self._notices.warn(rows.FFT)
         return fft(*args, **kwargs)
 
@@ -92,7 +91,6 @@ def equal_to_tensors(notices: Notices) -> Callable:
 
 
 def init_silently(init: Callable, notices: Notices, /, self: object, *args: object, **kwargs: object) -> None:
-    """Has a scheduler take `verbose`, and be silent."""
     if "verbose" in kwargs:
         notices.warn(rows.VERBOSE)
         del kwargs["verbose"]
@@ -225,14 +223,14 @@ def parse_rank(
     has_argv = words == argv or (argv and argv in (words[: len(argv)], words[-len(argv) :]))
     if not has_argv and not isinstance(args, Rest):
         return parse(self, words, namespace)
-    said = {word.partition("=")[0] for word in words}
+    passed = {word.partition("=")[0] for word in words}
     filled: list[argparse.Action] = []
     with ProgramChanges() as changes:
         for parser in parsers(self):
             own = [action for action in parser._actions if is_rank(action)]
-            filled += (each for each in own if give_rank(changes, each, said, namespace))
+            filled += (each for each in own if give_rank(changes, each, passed, namespace))
             options = parser._option_string_actions
-            for word in (RANKS & said).difference(options) if own else ():
+            for word in (RANKS & passed).difference(options) if own else ():
                 options[word] = own[0]
                 changes.callback(options.pop, word)
                 filled.append(own[0])
@@ -249,7 +247,6 @@ class Rest(list):
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yields a parser, and those of its subcommands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -258,15 +255,14 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 def is_rank(action: argparse.Action) -> bool:
-    """Whether an option is that for the local rank."""
     names = {action.dest, *(word.strip("-").replace("-", "_") for word in action.option_strings)}
     return bool(action.option_strings) and "local_rank" in names
 
 
-def give_rank(changes: ProgramChanges, action: argparse.Action, said: Set[str], namespace: object) -> bool:
+def give_rank(changes: ProgramChanges, action: argparse.Action, passed: Set[str], namespace: object) -> bool:
     """Has LOCAL_RANK be the value of an option that is not said; returns whether a rank has another there."""
     rank = os.environ.get("LOCAL_RANK")
-    if not rank or said & {*action.option_strings, *RANKS} or hasattr(namespace, action.dest):
+    if not rank or passed & {*action.option_strings, *RANKS} or hasattr(namespace, action.dest):
         return False
     is_alone = rank != "0" or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
     if is_alone and str(action.default) == rank and not action.required:
@@ -279,16 +275,16 @@ def give_rank(changes: ProgramChanges, action: argparse.Action, said: Set[str], 
 def put_rank_first(notices: Notices, source: bytes, path: str) -> None:
     """Gives `sys.argv` the rank as launchers did, for a script that looks there without argparse."""
     words, text = sys.argv[1:], source.decode("latin-1")
-    said = [word for word in words[:1] if word.startswith("--local-rank=")]
-    rank = said[0].partition("=")[2] if said else os.environ.get("LOCAL_RANK")
+    options = [word for word in words[:1] if word.startswith("--local-rank=")]
+    rank = options[0].partition("=")[2] if options else os.environ.get("LOCAL_RANK")
     is_done = not rank or READS_RANK.search(text) or any(word.startswith("--local_rank") for word in words)
     is_none = not re.search("local[-_]rank", text) or OPTION.search(text)
     if is_done or is_none or is_library(path):
         return
     with suppress(SyntaxError, ValueError):
         spelled = next(filter(None, map(find_rank, ast.walk(ast.parse(source)))), None)
-        if spelled and said != [word := f"{spelled}={rank}"]:
-            sys.argv[1 : 1 + len(said)] = [word]
+        if spelled and options != [word := f"{spelled}={rank}"]:
+            sys.argv[1 : 1 + len(options)] = [word]
             notices.warn(rows.RANK, os.path.relpath(path))
 
 
@@ -316,7 +312,6 @@ def script_as(function: Callable, wrapper: Callable) -> Callable:
 
 
 def widen(changes: ProgramChanges, notices: Notices, name: str, wider: Callable, owner: object) -> None:
-    """Has a function of a module or class take more."""
     changes.set_attribute(owner, name, wrap(getattr(owner, name), wider, notices))
     if owner is random.Random:  # of which the module's function is a method
         changes.set_attribute(random, name, getattr(random._inst, name))

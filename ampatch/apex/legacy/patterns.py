@@ -20,8 +20,8 @@ from torch.torch_version import TorchVersion
 
 from ampatch.apex.drop_in import ROOTS as APEX
 from ampatch.apex.legacy import rows
-from ampatch.apex.legacy.reading import Names, Use, find_uses, is_integral, is_perhaps_bytes
 from ampatch.apex.legacy.rows import CANVAS, LINALG, NAMES, Old
+from ampatch.apex.legacy.source_names import Names, Use, find_uses, is_integral, is_perhaps_bytes
 
 ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "librosa", "random", "torchvision", "yaml"}
 ROWS = (*NAMES, *rows.PATTERNS)
@@ -113,10 +113,10 @@ def is_gone(name: str) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = pkgutil.resolve_name(name)
+            value = pkgutil.resolve_name(name)
         except Exception:  # a package that does not fit torch raises whatever it likes
             return True
-    return inspect.isgetsetdescriptor(found)  # by which NumPy 2.2 raises for methods that are gone
+    return inspect.isgetsetdescriptor(value)  # by which NumPy 2.2 raises for methods that are gone
 
 
 def guarded_lines(tree: ast.Module, row: Old | None) -> Iterator[int]:
@@ -335,7 +335,6 @@ def last_name(node: ast.AST) -> str:
 
 
 def is_mask(node: ast.expr, names: Names) -> bool:
-    """Whether an expression is a comparison, or a name for one."""
     values = names.values(node)
     return bool(values) and all(
         isinstance(each, ast.Compare) or (isinstance(each, ast.Call) and last_name(each) in COMPARISONS)

@@ -1,23 +1,13 @@
-"""Binds cast tables to torch's functions, and puts back exactly what was there."""
+"""Replaces attributes of what others have made, once or for a session, and puts back what was there."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import inspect
-import logging
-import pkgutil
-import types
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import wrapt
-
 from ampatch.errors import PatchConflictError
-from ampatch.table import CastTable, Row
-
-logger = logging.getLogger("ampatch")
 
 _ABSENT = object()
 _MADE_BY_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, of a class's `__flags__`
@@ -84,11 +74,11 @@ class Patcher:
         """Undoes what can be undone, and returns what others have replaced."""
         taken = []
         for patch in reversed(self._patches):
-            found = vars(patch.parent).get(patch.attribute, _ABSENT)
-            if found is patch.previous:  # somebody has put that back
+            current = vars(patch.parent).get(patch.attribute, _ABSENT)
+            if current is patch.previous:  # somebody has put that back
                 continue
             if (
-                found is patch.replacement or found is patch.original
+                current is patch.replacement or current is patch.original
             ):  # which a patch over ours may hold by now
                 _assign(patch.parent, patch.attribute, patch.previous)
             else:
@@ -162,41 +152,3 @@ def qualify(parent: object, attribute: str) -> tuple[str | None, str]:
     return (
         (name, attribute) if name else (type(parent).__module__, f"{type(parent).__qualname__}.{attribute}")
     )
-
-
-Place = tuple[object, str]  # parent, attribute
-
-
-def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, Row]]:
-    """Lists the rows of a torch version with their places, in patch order.
-
-    A row whose function this torch lacks is skipped, with a warning logged.
-    """
-    placed: list[tuple[Place, Row]] = []
-    for target, row in [(table.target, row) for table in tables for row in table.select(version).rows]:
-        module, _, rest = f"{target}.{row.name}".partition(".")
-        try:
-            pkgutil.resolve_name(target)  # imports it, where torch does so on first use
-            parent, attribute, _ = wrapt.resolve_path(module, rest)
-        except (AttributeError, ImportError):
-            said = "%s.%s: no such function in this torch; its row is skipped"
-            logger.warning(said, target, row.name)
-        else:
-            placed.append(((parent, attribute), row))
-    return placed
-
-
-def peel(function: Callable) -> Callable:
-    """Returns a function without the wrappers that ampatch has put around it; others stay.
-
-    >>> import ampatch as amp
-    >>> peel(amp.half_function(len)) is len
-    True
-    """
-    if isinstance(function, types.MethodType):
-        return types.MethodType(peel(function.__func__), function.__self__)
-    return inspect.unwrap(function, stop=lambda one: not _is_ours(one))
-
-
-def _is_ours(function: Callable) -> bool:
-    return getattr(function, "__globals__", {}).get("__name__", "").startswith("ampatch.")

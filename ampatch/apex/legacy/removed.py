@@ -185,7 +185,6 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Updates the parameters that have gradients; returns what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

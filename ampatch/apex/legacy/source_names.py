@@ -131,18 +131,18 @@ class Names:
             name: ways[0] for name, ways in self._names.items() if len(ways) == 1 and isinstance(ways[0], str)
         }
 
-    def resolve(self, node: ast.expr, seen: frozenset[ast.expr] = frozenset()) -> list[str | None]:
+    def resolve(self, node: ast.expr, visited: frozenset[ast.expr] = frozenset()) -> list[str | None]:
         """Returns what an expression may stand for: names of apex, and None for anything else."""
-        if node in seen:
+        if node in visited:
             return []
-        seen |= {node}
+        visited |= {node}
         match node:
             case ast.Name(name):
                 bound = self._names.get(name, ())
-                ways = (self.resolve(way, seen) if isinstance(way, ast.expr) else [way] for way in bound)
+                ways = (self.resolve(way, visited) if isinstance(way, ast.expr) else [way] for way in bound)
                 return [meaning for way in ways for meaning in way]
             case ast.Attribute(value, name):
-                return [base and f"{base}.{name}" for base in self.resolve(value, seen)]
+                return [base and f"{base}.{name}" for base in self.resolve(value, visited)]
             case ast.Call(function, [ast.Constant(str(name)), *_]):
                 is_import = ast.unparse(function) in IMPORTERS and is_of(name, self.roots)
                 return [name if is_import else None]
@@ -183,32 +183,31 @@ COUNTS = re.compile(r"arange|randint|argmax|argmin|argsort|nonzero|randperm|long
 
 def is_perhaps_bytes(node: ast.expr, names: Names) -> bool:
     """Whether a mask is of bytes, or may be: nothing shows what it is, and the script makes such masks."""
-    ways = {*made_of(node, names, re.compile("byte"), BYTES)}
+    ways = {*trace_types(node, names, re.compile("byte"), BYTES)}
     return True in ways or (None in ways and names.makes_bytes)
 
 
 def is_integral(node: ast.expr, names: Names) -> bool:
-    """Whether the lines that make a tensor show that it is of integers."""
-    return True in made_of(node, names, COUNTS, INTEGERS)
+    return True in trace_types(node, names, COUNTS, INTEGERS)
 
 
-def made_of(
-    node: ast.AST, names: Names, makers: re.Pattern, types: re.Pattern, seen: set[ast.AST] | None = None
+def trace_types(
+    node: ast.AST, names: Names, makers: re.Pattern, types: re.Pattern, visited: set[ast.AST] | None = None
 ) -> Iterator[bool | None]:
     """Yields for each way in which a value is made whether it is of these types; None if nothing shows it.
 
     `makers` are methods and functions that make such values, `types` what others are told. What was
-    `seen` is not looked at again: a name that is set in many lines leads to itself in many ways.
+    `visited` is not looked at again: a name that is set in many lines leads to itself in many ways.
     """
-    seen = set() if seen is None else seen
+    visited = set() if visited is None else visited
 
     def below(*nodes: object) -> Iterator[bool | None]:
         for each in nodes:
             if each is None:
                 yield None
-            elif isinstance(each, ast.AST) and each not in seen:
-                seen.add(each)
-                yield from made_of(each, names, makers, types, seen)
+            elif isinstance(each, ast.AST) and each not in visited:
+                visited.add(each)
+                yield from trace_types(each, names, makers, types, visited)
 
     match node:
         case ast.Name(name):
@@ -228,12 +227,12 @@ def made_of(
         case ast.Tuple(elts) | ast.List(elts):
             yield from below(*elts)
         case ast.Call():
-            yield from below_call(node, names, makers, types, below)
+            yield from trace_call_types(node, names, makers, types, below)
         case _:
             yield False
 
 
-def below_call(node: ast.Call, names: Names, makers: re.Pattern, types: re.Pattern, below) -> Iterator:
+def trace_call_types(node: ast.Call, names: Names, makers: re.Pattern, types: re.Pattern, below) -> Iterator:
     """Yields the same of what a call returns."""
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     said_types = [each for each in types_of(node) if each]
@@ -263,6 +262,5 @@ def types_of(node: ast.Call) -> Iterable[str]:
 
 
 def last_of(node: ast.expr) -> str:
-    """Returns the last word of a name, or of a text."""
     text = str(getattr(node, "value", "")) if isinstance(node, ast.Constant) else ast.unparse(node)
     return text.rpartition(".")[2]

@@ -136,7 +136,6 @@ class OldNpz(np.lib.npyio.NpzFile):
     loads: Loads
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """Reads an array."""
         try:
             return super().__getitem__(key)
         except ValueError as error:
