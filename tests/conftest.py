@@ -142,6 +142,22 @@ def is_whole(config):
     return config.option.all or bool(chosen)
 
 
+def pytest_ignore_collect(collection_path):
+    """Leaves helpers to those that import them: doctest would, to look for examples."""
+    is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return is_helper or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects tests without the garbage collector: all of it stays, and is a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_report_header(config):
     return (
         None if is_whole(config) else "the short suite: --all also runs what is marked process or exhaustive"
