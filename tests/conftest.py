@@ -71,15 +71,18 @@ def installed_packages():
 def other_tests_are_not_loaded(request):
     """Hides the other files of tests, since a session looks for bound functions in all that is loaded.
 
-    Of the packages that they have loaded it sees those that this file names: in all of them, from scipy
-    to transformers, each session looked for longer than a test takes.
+    Of the packages that they have loaded, and of torch.distributions, it sees what this file names: to
+    look into all of them, from scipy to transformers, takes longer than most tests.
     """
     others = {name for name in sys.modules if name.startswith("test_")} - {request.module.__name__}
-    foreign = installed_packages().difference(re.findall(r"\w+", Path(request.module.__file__).read_text()))
+    words = set(re.findall(r"\w+", Path(request.module.__file__).read_text()))
     with pytest.MonkeyPatch.context() as patch:
         for name in others:
             patch.delitem(sys.modules, name)
+        foreign = installed_packages() - words
         patch.setattr(bound_names, "_LEFT_ALONE", bound_names._LEFT_ALONE | foreign)
+        if "distributions" not in words:
+            patch.setattr(bound_names, "_SEARCHED_IN_TORCH", "nothing.")
         yield
 
 
