@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ampatch as amp
+from ampatch.patching import bound_names
 from ampatch.session.session import SESSION
 from ampatch.testing import TorchSnapshot
 from helpers import import_float8
@@ -59,13 +61,28 @@ def emulated(request, monkeypatch):
     monkeypatch.setenv("AMPATCH_FLOAT8_EMULATE", "1")
 
 
+def installed_packages():
+    """The names of the installed packages that are loaded."""
+    files = ((name, str(getattr(module, "__file__", None))) for name, module in sys.modules.items())
+    return {name.partition(".")[0] for name, file in files if "site-packages" in file}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def other_tests_are_not_loaded(request):
-    """Hides the other files of tests, since a session looks for bound functions in all that is loaded."""
+    """Hides the other files of tests, since a session looks for bound functions in all that is loaded.
+
+    Of the packages that they have loaded, and of torch.distributions, it sees what this file names: to
+    look into all of them, from scipy to transformers, takes longer than most tests.
+    """
     others = {name for name in sys.modules if name.startswith("test_")} - {request.module.__name__}
+    words = set(re.findall(r"\w+", Path(request.module.__file__).read_text()))
     with pytest.MonkeyPatch.context() as patch:
         for name in others:
             patch.delitem(sys.modules, name)
+        foreign = installed_packages() - words
+        patch.setattr(bound_names, "_LEFT_ALONE", bound_names._LEFT_ALONE | foreign)
+        if "distributions" not in words:
+            patch.setattr(bound_names, "_SEARCHED_IN_TORCH", "nothing.")
         yield
 
 
@@ -140,6 +157,22 @@ def is_whole(config):
     """Whether the long tests run as well: with `--all`, and when tests are chosen by `-k`, `-m` or name."""
     chosen = config.option.keyword or config.option.markexpr or any("::" in arg for arg in config.args)
     return config.option.all or bool(chosen)
+
+
+def pytest_ignore_collect(collection_path):
+    """Leaves helpers to those that import them: doctest would, to look for examples."""
+    is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return is_helper or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects tests without the garbage collector: all of it stays, and is a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_report_header(config):

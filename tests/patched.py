@@ -6,7 +6,7 @@ from torch import nn
 import ampatch as amp
 from helpers import scaled_backward as backward  # noqa: F401 (as most tests here call it)
 
-FULL, DOUBLE = torch.float32, torch.float64
+FULL = torch.float32
 LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
 HALF = torch.bfloat16
 

@@ -9,7 +9,6 @@ from helpers import Scalar, Variant, make_net, scaled_backward, snapshot
 
 INF = float("inf")
 HALF = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
-FLOAT32_LEVELS = ["O0", "O1", "O4"]  # whose parameters are float32 themselves
 LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O5"])
 DYNAMIC_LEVELS = pytest.mark.parametrize("level", ["O1", "O5"])  # either half type, without masters and with
 ADAM, FUSED_ADAM = Variant(torch.optim.Adam), Variant(torch.optim.Adam, {"fused": True})

@@ -95,7 +95,6 @@ MAKERS = {
     "FusedAdagrad": lambda: make_fused(optimizers.FusedAdagrad),
 }
 OWN, INNER, AMP = ("fp16_utils", "optimizers", "contrib"), ("O2, LARC",), ("O1", "O2")
-FUSED = tuple(name for name in MAKERS if name.startswith("Fused"))
 # Who hands it out: what is found there, and what it is in apex.
 ROWS = {
     "inner optimizer": (OWN, lambda it: [it.optimizer.optimizer], lambda it: [it.inner]),

@@ -2,13 +2,10 @@
 
 import contextlib
 import copy
-import os
 import pickle
 import signal
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +22,6 @@ from ranks import fixture, gather, is_equal_on_ranks
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).parent.parent
 ranks = fixture()
 
 
@@ -619,22 +615,14 @@ print(model.module.weight.dtype, [param.grad.tolist() for param in amp.master_pa
 
 
 @shows("companions-multiproc")
-def test_multiproc_starts_ranks_that_have_apex_and_the_options_of_the_run(tmp_path):
+def test_multiproc_starts_ranks_that_have_apex_and_the_options_of_the_run(processes, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ["--opt-level", "O5", "-m", "apex.parallel.multiproc", "train.py", "--world-size", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("WORLD_SIZE", None)
-    result = subprocess.run(
-        [sys.executable, "-m", "ampatch", "run", *words],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    words = ["run", "--opt-level", "O5", "-m", "apex.parallel.multiproc", "train.py", "--world-size", "2"]
+    started = f"sys.orig_argv = [sys.executable, '-m', 'ampatch', *{words}]"  # as without the fork
+    ended = processes.run(f"{started}\nsys.exit(ampatch.__main__.main({words}))", tmp_path)
+    assert ended.status == 0, ended.stderr
     expected = "torch.bfloat16 [[0.5, 0.5]]\n"
-    assert without_chatter(result.stdout) == f"rank 0 of 2\n{expected}"
+    assert without_chatter(ended.stdout) == f"rank 0 of 2\n{expected}"
     assert without_chatter((tmp_path / "GPU_1.log").read_text()) == f"rank 1 of 2\n{expected}"
 
 

@@ -1,6 +1,7 @@
 """The rules for the source, read from it: what folders import, and what a file looks like."""
 
 import ast
+import functools
 import importlib
 import inspect
 import textwrap
@@ -12,7 +13,17 @@ from ampatch import errors
 ROOT = Path(amp.__file__).parent
 FRONT = ROOT / "__init__.py"
 FILES = sorted(ROOT.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path, *kinds):
+    """All of a file, or what is of some kinds of nodes, in the order of `ast.walk`."""
+    return [node for node in nodes(path) if isinstance(node, kinds)] if kinds else list(ast.walk(tree(path)))
 
 
 def module_name(path):
@@ -29,9 +40,9 @@ def imported_names(path, *, of_types=False):
     Also those by `importlib`, but for the tools that the front door loads when asked for; those for type
     checkers alone only where asked for.
     """
-    blocks = [] if of_types else [node for node in ast.walk(TREES[path]) if isinstance(node, ast.If)]
+    blocks = [] if of_types else nodes(path, ast.If)
     unseen = {id(it) for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING" for it in ast.walk(node)}
-    for node in ast.walk(TREES[path]):
+    for node in nodes(path, ast.Call, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Call) and path != FRONT and ast.unparse(node.func).endswith("import_module"):
             names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
             yield from ((name, None) for name in names if name.split(".")[0] == "ampatch")
@@ -54,7 +65,10 @@ def imported_modules(path, *, of_types=False):
     return found
 
 
-IMPORTS = {name: imported_modules(path) for name, path in NAMES.items()}
+@functools.cache
+def all_imports():
+    """What each module of ours imports."""
+    return {name: imported_modules(path) for name, path in NAMES.items()}
 
 
 # ---- Who imports whom ----
@@ -94,7 +108,7 @@ TOOLS = [name for name in NAMES if room(name) in BESIDE_THE_ENGINE]
 
 def test_the_picture_of_the_rooms_is_whole():
     found = {name: set() for name in ARROWS}
-    for module, imports in IMPORTS.items():
+    for module, imports in all_imports().items():
         assert room(module) in ARROWS, f"{module} is in no room of the picture"
         found[room(module)] |= {room(other) for other in imports} - {room(module)}
     assert found == ARROWS  # an arrow that nothing needs any more goes from the picture
@@ -114,7 +128,7 @@ def test_no_two_modules_import_each_other():
     def reach(name):
         found, waiting = set(), {name}
         while waiting:
-            new = IMPORTS.get(waiting.pop(), set()) - found
+            new = all_imports().get(waiting.pop(), set()) - found
             found |= new
             waiting |= new
         return found
@@ -154,8 +168,8 @@ def test_the_lists_import_the_table_alone():
 
 def test_only_what_the_user_calls_imports_the_session():
     # Whatever imports it is imported by the package itself, and so holds public functions.
-    importers = {name for name, imports in IMPORTS.items() if "ampatch.session.session" in imports}
-    assert importers <= IMPORTS["ampatch"] | IMPORTS["ampatch.watching.listeners"]
+    importers = {name for name, imports in all_imports().items() if "ampatch.session.session" in imports}
+    assert importers <= all_imports()["ampatch"] | all_imports()["ampatch.watching.listeners"]
 
 
 def test_a_tool_takes_public_names_from_the_package():
@@ -163,12 +177,8 @@ def test_a_tool_takes_public_names_from_the_package():
     for name in TOOLS:
         for module, imported in imported_names(NAMES[name]):
             assert module != "ampatch" or imported in [*amp.__all__, *rooms, None], name
-        for node in ast.walk(TREES[NAMES[name]]):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "amp"
-            ):
+        for node in nodes(NAMES[name], ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id == "amp":
                 assert node.attr in amp.__all__, name
 
 
@@ -176,7 +186,7 @@ def test_a_room_is_small_and_says_what_it_is_for():
     for folder in {path.parent for path in FILES}:
         files = [path for path in FILES if path.parent == folder and not path.name.startswith("__")]
         assert len(files) <= 12, f"{folder}: {len(files)} files"
-        assert ast.get_docstring(TREES[folder / "__init__.py"]), folder
+        assert ast.get_docstring(tree(folder / "__init__.py")), folder
 
 
 def test_fifteen_entries_are_the_most_at_the_front_door():
@@ -220,7 +230,7 @@ def of_every_file(check):
 
 @of_every_file
 def test_the_first_line_of_a_file_is_a_sentence(path):
-    line = (ast.get_docstring(TREES[path]) or "").split("\n")[0]
+    line = (ast.get_docstring(tree(path)) or "").split("\n")[0]
     assert line[:1].isupper() or line.startswith("`")
     assert line.endswith(".")
     assert len(line.split()) >= 4
@@ -236,13 +246,12 @@ NAMED_TWICE_BY_OTHERS = {"FP16_Optimizer", "LossScaler"}
 
 
 def test_a_name_is_that_of_one_class():
-    names = [node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    names = [node.name for path in FILES for node in tree(path).body if isinstance(node, ast.ClassDef)]
     assert {name for name in names if names.count(name) > 1} == NAMED_TWICE_BY_OTHERS
 
 
 def functions(path):
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in ast.walk(TREES[path]) if isinstance(node, kinds)]
+    return nodes(path, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_length(function):
@@ -340,7 +349,7 @@ PRINTING = {
 def test_only_the_announcements_and_the_command_line_print(path):
     if path.relative_to(ROOT).as_posix() in PRINTING:
         return
-    calls = [node.func for node in ast.walk(TREES[path]) if isinstance(node, ast.Call)]
+    calls = [node.func for node in nodes(path, ast.Call)]
     assert [call.id for call in calls if isinstance(call, ast.Name) and call.id in ("print", "input")] == []
     writes = [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "write"]
     assert [ast.unparse(call) for call in writes if "std" in ast.unparse(call)] == []
@@ -362,24 +371,24 @@ def is_mutable(value):
 @of_every_file
 def test_no_module_has_mutable_state(path):
     found = []
-    for node in TREES[path].body:
+    for node in tree(path).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and is_mutable(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found += [ast.unparse(target) for target in targets]
     assert [name for name in found if name != "__all__" and name != name.upper()] == []
-    assert [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Global)] == []
+    assert nodes(path, ast.Global) == []
 
 
 @of_every_file
 def test_a_module_does_not_write_into_a_constant(path):
     constants = {
         target.id
-        for node in TREES[path].body
+        for node in tree(path).body
         if isinstance(node, ast.Assign) and is_mutable(node.value)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    for node in ast.walk(TREES[path]):
+    for node in nodes(path, ast.Subscript, ast.Attribute):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             assert ast.unparse(node.value) not in constants
         if isinstance(node, ast.Attribute) and node.attr in ("append", "add", "update", "pop", "clear"):
@@ -392,15 +401,14 @@ NAMED_BY_APEX = {"apex/amp/handle.py": {"handle"}}  # what scripts import has th
 
 @of_every_file
 def test_names_are_of_the_field(path):
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    names = [node.name for node in ast.walk(TREES[path]) if isinstance(node, kinds)]
+    names = [node.name for node in nodes(path, ast.FunctionDef, ast.ClassDef)]
     words = {word for name in [path.stem, *names] for word in name.lower().split("_")}
     assert words & VAGUE == NAMED_BY_APEX.get(path.relative_to(ROOT).as_posix(), set())
 
 
 @of_every_file
 def test_no_type_is_any(path):
-    names = {node.id for node in ast.walk(TREES[path]) if isinstance(node, ast.Name)}
+    names = {node.id for node in nodes(path, ast.Name)}
     assert "Any" not in names
 
 
@@ -425,6 +433,5 @@ def test_every_error_is_an_amp_error():
 def test_only_our_own_mistakes_are_asserted():
     """An assertion says what went wrong inside; bad input is told by an error."""
     for path in FILES:
-        for node in ast.walk(TREES[path]):
-            if isinstance(node, ast.Assert):
-                assert node.msg is not None, f"{path.name}:{node.lineno} says nothing"
+        for node in nodes(path, ast.Assert):
+            assert node.msg is not None, f"{path.name}:{node.lineno} says nothing"

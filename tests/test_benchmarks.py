@@ -55,9 +55,6 @@ each_contender = pytest.mark.parametrize(
 )
 
 
-# ---- Series ----
-
-
 # ---- Rounds ----
 
 
@@ -125,9 +122,6 @@ def test_a_contender_does_the_work_of_float32_and_leaves_torch_as_it_was(setting
     assert after == pytest.approx(loss, abs=0.01)
     assert torch.cosine_similarity(moved, expected, 0) > 0.97
     assert moved.norm().item() == pytest.approx(expected.norm().item(), rel=0.03)
-
-
-# ---- Memory ----
 
 
 # ---- Syncs ----

@@ -112,9 +112,6 @@ def test_distributions_of_a_models_output_draw_and_score(name, level):
     assert model[3].bias.grad is not None
 
 
-# ---- Numbers shown, compared and handed on ----
-
-
 # ---- Numbers of other kinds ----
 
 
@@ -140,9 +137,6 @@ def test_a_quantized_model_beside_ours_gives_what_it_gave(level):
     with amp.disable_casts():
         assert torch.equal(quantized(X), expected)
     torch.testing.assert_close(quantized(X).float(), expected, atol=0.05, rtol=0.05)
-
-
-# ---- Profiling ----
 
 
 # ---- torch.autocast in the same program ----

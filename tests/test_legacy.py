@@ -248,7 +248,7 @@ def die(tmp_path, monkeypatch):
             try:
                 exec(compile_source(source.encode(), "train.py"), {"__name__": "train"})
             except (Exception, SystemExit) as error:
-                return error
+                return error.with_traceback(error.__traceback__.tb_next)  # of the script, not of this file
         return said[0] if said and row.status == "warns" else None
 
     return run_snippet

@@ -36,9 +36,6 @@ def notebook(processes, tmp_path):
     return run
 
 
-# ---- A script twice ----
-
-
 # ---- Ctrl-C ----
 
 INTERRUPTED = """
@@ -165,6 +162,3 @@ def test_a_module_that_autoreload_reloads_keeps_its_casts(notebook, level):
     print("done")
     """
     assert notebook(code, net=MODULE)[-1] == "done"
-
-
-# ---- What is shown ----

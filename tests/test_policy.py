@@ -87,7 +87,7 @@ def test_two_names_of_one_half_type_may_agree(name):
 # Contradictions
 
 
-PATCH, MODEL, NORMS = "patch_torch_functions_type", "cast_model_type", "keep_batchnorm_fp32"
+MODEL, NORMS = "cast_model_type", "keep_batchnorm_fp32"
 
 
 @shows("initialize-contradictions")

@@ -198,9 +198,6 @@ def test_a_changed_weight_is_seen_by_the_next_forward(opt_level, change):
     assert_equal(leaves(network(x)), leaves(other.to(dtype)(x.to(dtype))))
 
 
-# ---- In float32 inside a half model ----
-
-
 # ---- On a GPU ----
 
 

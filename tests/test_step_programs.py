@@ -28,7 +28,6 @@ OPTIMIZERS = {
     "fused Adam": functools.partial(torch.optim.Adam, lr=0.05, fused=True),
 }
 MODELS, LOSSES, LENGTH, GROWTH, LATE = 2, 2, 40, 3, 3
-EDITS = ["halve", "halve_data", "replace_data", "replace", "add_noise", "clip_norm", "clip_values", "give"]
 CLEARS = ["model", "optimizer", "data", "params", "some", "deleted"]
 OFTEN = {"do_block": 8, "do_step": 6, "do_clear": 3, "do_edit_gradients": 6, "do_plain_backward": 3}
 

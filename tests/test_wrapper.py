@@ -72,7 +72,7 @@ def test_every_row_is_patched_by_what_passes_for_the_original(faults):
 # ---- out= ----
 
 
-A, H = full(3, 3), half(3, 3)
+A = full(3, 3)
 WITH_OUT = {
     "matmul": lambda out: torch.matmul(A, A, out=out),
     "mm by keywords": lambda out: torch.mm(input=A, mat2=A, out=out),
