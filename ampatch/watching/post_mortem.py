@@ -10,7 +10,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -121,7 +121,7 @@ def pack(
     alarm: dict[str, object],
     history: ScaleHistory,
     policy: Policy,
-    models: Sequence[tuple[Module, LastForward]],
+    forwards: Mapping[Module, LastForward],
 ) -> dict[str, object]:
     """Returns what is known at a step about a loss and its models; many host syncs."""
     return {
@@ -131,7 +131,7 @@ def pack(
         "history": pack_history(history),
         "opt_level": policy.opt_level,
         "options": {name: str(value) for name, value in policy.options().items()},
-        "models": [pack_model(model, forward) for model, forward in models],
+        "models": [pack_model(model, forward) for model, forward in forwards.items()],
         "random": pack_random(),
         "where": describe_place(),
     }
@@ -265,29 +265,18 @@ def measure(name: str, tensor: Tensor) -> Facts:
     values = find_values(tensor)
     if values is None or not values.numel():
         return facts
-    if not values.is_floating_point():
-        least, largest = torch.aminmax(values.byte() if values.dtype is torch.bool else values)
-        return facts | {"least": least.item(), "largest": largest.item()}
-    values = values.float() if values.element_size() == 1 else values
+    values = values.float() if values.element_size() == 1 else values  # of bool and float8 torch lacks these
     least, largest = torch.aminmax(values)  # NaN if there is one
-    if bool(torch.isfinite(least) & torch.isfinite(largest)):
-        return facts | {"least": least.item(), "largest": largest.item()}
-    return facts | _measure_broken(values)
-
-
-def _measure_broken(values: Tensor) -> Facts:
-    broken = ~torch.isfinite(values)
-    is_nan = torch.isnan(values)
-    nans, broken_count = int(is_nan.sum()), int(broken.sum())
-    facts: Facts = {"nan": nans, "inf": broken_count - nans}
-    if values.dim():
-        facts["sample"] = (
-            int(broken.flatten(1).any(1).nonzero()[0]) if values.dim() > 1 else int(broken.nonzero()[0])
-        )
-    if broken_count < values.numel():
-        least, largest = torch.aminmax(values[~broken])
-        facts |= {"least": least.item(), "largest": largest.item()}
-    return facts
+    if not torch.isfinite(least) & torch.isfinite(largest):
+        broken, nans = ~torch.isfinite(values), int(torch.isnan(values).sum())
+        facts |= {"nan": nans, "inf": int(broken.sum()) - nans}
+        if values.dim():
+            facts["sample"] = int(broken.reshape(len(broken), -1).any(1).nonzero()[0])
+        values = values[~broken]
+        if not values.numel():
+            return facts
+        least, largest = torch.aminmax(values)
+    return facts | {"least": least.item(), "largest": largest.item()}
 
 
 def measure_all(named: Iterable[tuple[str, Tensor]], most: int) -> list[Facts]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import FunctionType
 
 import torch
 import torch.utils.checkpoint
@@ -118,8 +119,8 @@ class Operations(TorchFunctionMode):
         if not rules:
             return self._call(func, args, kwargs)
         if name in COMPOSITE and any(rule.looks_inside for rule in rules):
-            with inside_of(func), self:
-                return func(*args, **kwargs)
+            with self:
+                return looked_into(func)(*args, **kwargs)
         if not name and not isinstance(value := func(*args, **kwargs), Tensor):
             return value  # a property that is no tensor
         operation = Operation.now(self._clock, name, func, args, kwargs)
@@ -207,7 +208,7 @@ class Operations(TorchFunctionMode):
         place = getattr(node, "ampatch_function", None)
         if place is None or not self._rules_now():
             return apply(node, *args)
-        with self._clock.inside_of(node, place), self if self._is_off else nullcontext():
+        with self._clock.at(place, node), self if self._is_off else nullcontext():
             return apply(node, *args)
 
     def _remember(self, forward: Callable[..., object], ctx: object, *args: object) -> object:
@@ -216,22 +217,11 @@ class Operations(TorchFunctionMode):
 
     def _repeat(self, backward: Callable[..., object], ctx: object, *args: object) -> object:
         """Has operations shown that run again inside of a backward pass, at the place of the first time."""
-        with self._clock.again(ctx.ampatch_place), self if self._is_off else nullcontext():
+        with self._clock.at(ctx.ampatch_place), self if self._is_off else nullcontext():
             return backward(ctx, *args)
 
 
-@contextmanager
-def inside_of(func: Callable[..., object]) -> Iterator[None]:
-    """Has a function of torch that is written in Python run its body under a mode, and not ask it, once."""
-    names = func.__globals__
-    asks = names["has_torch_function"]
-
-    def answer(_: object) -> bool:
-        names["has_torch_function"] = asks
-        return False
-
-    names["has_torch_function"] = answer
-    try:
-        yield
-    finally:
-        names["has_torch_function"] = asks
+def looked_into(func: FunctionType) -> FunctionType:
+    """Returns a function of torch that is written in Python as one that runs its body, and asks no mode."""
+    names = {**func.__globals__, "has_torch_function": lambda _: False}
+    return FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)

@@ -210,8 +210,6 @@ class Hook:
 class Watcher(Instrument):
     """Watches models and optimizers; keeps none of them alive."""
 
-    is_quiet = False  # a replay is seen by instruments
-
     def __init__(
         self, clock: Clock, models: Sequence[Module], optimizers: Sequence[Optimizer], patient: Patient
     ) -> None:
