@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ampatch.casts.cast_tree import cast_tree
 from ampatch.errors import AmpTypeError
 from ampatch.levels.policy import Policy
 from ampatch.levels.private import unwrap
@@ -34,7 +35,6 @@ MOST_BYTES = 16 * 2**20  # of the batch's values
 MOST_TENSORS = 2000  # whose ranges are kept
 MOST_LEAVES = 200  # of a batch
 MOST_CHARACTERS = 200
-MOST_ITEMS, MOST_DEPTH = 64, 3  # of a batch that is looked through in each forward
 Facts = dict[str, object]
 
 
@@ -86,22 +86,13 @@ class LastForward(BeforeGraph):
         if not self._is_on or not torch.is_grad_enabled():
             return
         self.random = _read_random(args or tuple(kwargs.values()))
-        self.args, self.kwargs = _without_graph(args), _without_graph(kwargs)
+        self.args, self.kwargs = cast_tree(args, _without_graph), cast_tree(kwargs, _without_graph)
 
 
-def _without_graph(value: object, depth: int = 0) -> object:
-    """Returns a value with its tensors detached, in tuples, lists and dicts; what else there is, as it is.
-
-    Of those in `torch.func`, whose transforms end with the forward, what lies underneath.
-    """
-    if type(value) is Tensor or isinstance(value, Tensor):
-        value = unwrap(value)
-        return value.detach() if value.requires_grad else value
-    if type(value) not in (tuple, list, dict) or len(value) > MOST_ITEMS or depth > MOST_DEPTH:
-        return value
-    if type(value) is dict:
-        return {key: _without_graph(item, depth + 1) for key, item in value.items()}
-    return type(value)([_without_graph(item, depth + 1) for item in value])
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Detaches a tensor; in `torch.func`, whose transforms end with the forward, what lies underneath."""
+    tensor = unwrap(tensor)
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _read_random(given: tuple) -> dict[str, Tensor]:

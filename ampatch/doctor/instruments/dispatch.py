@@ -86,6 +86,10 @@ class OperationInstrument(Instrument):
         super().__init__(tape.clock)
         self.tape = tape
 
+    def is_due(self, name: str) -> bool:
+        """Says whether it looks at an operation: at most attempts of a long script it looks at none."""
+        return (self.window is None or self.clock.attempt in self.window) and self.wants(name)
+
     def wants(self, name: str) -> bool:
         raise NotImplementedError
 
@@ -108,14 +112,12 @@ class Operations(TorchFunctionMode):
     def __init__(self, tape: Tape, rules: Sequence[OperationInstrument]) -> None:
         super().__init__()
         self._tape, self._clock, self._rules = tape, tape.clock, rules
-        self._due: Sequence[OperationInstrument] = rules  # in the present attempt
-        self._attempt = -1
         self._is_off = False  # torch leaves a mode for what an operation does
         self._casts: list[Op] = []  # of ours, which are part of what follows
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        rules, kwargs, name = self._rules_now(), kwargs or {}, name_of(func)
-        rules = [rule for rule in rules if rule.wants(name)]
+        kwargs, name = kwargs or {}, name_of(func)
+        rules = [rule for rule in self._rules if rule.is_due(name)]
         if not rules:
             return self._call(func, args, kwargs)
         if name in COMPOSITE and any(rule.looks_inside for rule in rules):
@@ -140,14 +142,6 @@ class Operations(TorchFunctionMode):
                 rule.after(operation, each)
             self._tape.put(operation.record, operation.given)
         return result
-
-    def _rules_now(self) -> Sequence[OperationInstrument]:
-        """Returns the rules that look at the present attempt: of a long script most have none."""
-        now = self._clock.attempt
-        if now != self._attempt:
-            self._attempt = now
-            self._due = [it for it in self._rules if it.window is None or now in it.window]
-        return self._due
 
     def _record(self, operation: Operation, given: Tensors) -> None:
         """Writes an operation on the tape; a cast that ampatch makes is called as what it is made for."""
@@ -192,7 +186,7 @@ class Operations(TorchFunctionMode):
         self._clock.undo.enter_context(self)
 
     def _show_function(self, name: str, args: tuple, kwargs: dict, given: Tensors) -> None:
-        rules = [rule for rule in self._rules_now() if given and rule.wants(name)]
+        rules = [rule for rule in self._rules if given and rule.is_due(name)]
         if not rules:
             return
         operation = Operation.now(self._clock, name, None, args, kwargs)
@@ -206,7 +200,7 @@ class Operations(TorchFunctionMode):
     def _go_back(self, apply: Callable[..., object], node: object, *args: object) -> object:
         """Shows what a backward of the script's own calls, at the place of its function."""
         place = getattr(node, "ampatch_function", None)
-        if place is None or not self._rules_now():
+        if place is None:
             return apply(node, *args)
         with self._clock.at(place, node), self if self._is_off else nullcontext():
             return apply(node, *args)

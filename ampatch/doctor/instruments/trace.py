@@ -178,9 +178,8 @@ class Trace(OperationInstrument):
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells, but for what the script itself has written."""
-        is_due = self.active and self.clock.micro_step < self._most
         is_away = self.clock.is_away and self.clock.within is None
-        return is_due and not is_away and name not in ops.IGNORED
+        return self.clock.micro_step < self._most and not is_away and name not in ops.IGNORED
 
     def before(self, operation: Operation) -> Kept | None:
         """Returns what is bad before an operation that writes into it, and the largest number."""
