@@ -137,7 +137,6 @@ class Clock(amp.Observer):
         self.models.restore()
 
     def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """Notes the scaler of the loss."""
         self.scaler = amp.loss_scalers()[loss_id]
 
     def on_uninitialize(self) -> None:

@@ -110,7 +110,6 @@ class Tape:
     # ---- Origins of bad numbers ----
 
     def origins_of(self, *tensors: Tensor) -> set[Origin]:
-        """Returns the origins of what is bad in tensors."""
         return {origin for it in self.makers_of(tensors) for origin in self.records[it].origins}
 
     def mark(self, tensor: Tensor, origins: set[Origin]) -> None:

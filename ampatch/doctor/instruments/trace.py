@@ -155,7 +155,6 @@ class Trace(OperationInstrument):
         self.end_closure(optimizer)
 
     def end_closure(self, optimizer: Optimizer) -> None:
-        """Looks at the gradients that an optimizer takes."""
         if self.active:
             self.models.learn_masters(optimizer)
             self._look_at_gradients(places.parameters_of(optimizer))

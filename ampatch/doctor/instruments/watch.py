@@ -112,7 +112,6 @@ class Watch(Instrument):
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
 
     def end_backward(self) -> None:
-        """Looks at the gradients."""
         made = (it for it in self.clock.models.parameters() if id(it) not in self._old)
         self._now.gradients &= have_finite_grads(made)
 

@@ -169,7 +169,6 @@ class Record:
         self.losses: list[Tensor] = []  # the values that backward passes began at
 
     def of(self, kind: type[Event]) -> list[Event]:
-        """Returns the events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -314,7 +313,6 @@ class Copies:
 
 @torch.no_grad()
 def copy_all(to: list[Tensor], tensors: list[Tensor]) -> None:
-    """Copies tensors into others at once."""
     if tensors:
         torch._foreach_copy_(to, tensors)
 
