@@ -10,13 +10,14 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ampatch.casts.cast_tree import cast_tree
 from ampatch.errors import AmpTypeError
 from ampatch.levels.policy import Policy
 from ampatch.levels.private import unwrap
@@ -34,7 +35,6 @@ MOST_BYTES = 16 * 2**20  # of the batch's values
 MOST_TENSORS = 2000  # whose ranges are kept
 MOST_LEAVES = 200  # of a batch
 MOST_CHARACTERS = 200
-MOST_ITEMS, MOST_DEPTH = 64, 3  # of a batch that is looked through in each forward
 Facts = dict[str, object]
 
 
@@ -86,22 +86,13 @@ class LastForward(BeforeGraph):
         if not self._is_on or not torch.is_grad_enabled():
             return
         self.random = _read_random(args or tuple(kwargs.values()))
-        self.args, self.kwargs = _without_graph(args), _without_graph(kwargs)
+        self.args, self.kwargs = cast_tree(args, _without_graph), cast_tree(kwargs, _without_graph)
 
 
-def _without_graph(value: object, depth: int = 0) -> object:
-    """Returns a value with its tensors detached, in tuples, lists and dicts; what else there is, as it is.
-
-    Of those in `torch.func`, whose transforms end with the forward, what lies underneath.
-    """
-    if type(value) is Tensor or isinstance(value, Tensor):
-        value = unwrap(value)
-        return value.detach() if value.requires_grad else value
-    if type(value) not in (tuple, list, dict) or len(value) > MOST_ITEMS or depth > MOST_DEPTH:
-        return value
-    if type(value) is dict:
-        return {key: _without_graph(item, depth + 1) for key, item in value.items()}
-    return type(value)([_without_graph(item, depth + 1) for item in value])
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Detaches a tensor; in `torch.func`, whose transforms end with the forward, what lies underneath."""
+    tensor = unwrap(tensor)
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _read_random(given: tuple) -> dict[str, Tensor]:
@@ -121,7 +112,7 @@ def pack(
     alarm: dict[str, object],
     history: ScaleHistory,
     policy: Policy,
-    models: Sequence[tuple[Module, LastForward]],
+    forwards: Mapping[Module, LastForward],
 ) -> dict[str, object]:
     """Returns what is known at a step about a loss and its models; many host syncs."""
     return {
@@ -131,7 +122,7 @@ def pack(
         "history": pack_history(history),
         "opt_level": policy.opt_level,
         "options": {name: str(value) for name, value in policy.options().items()},
-        "models": [pack_model(model, forward) for model, forward in models],
+        "models": [pack_model(model, forward) for model, forward in forwards.items()],
         "random": pack_random(),
         "where": describe_place(),
     }
@@ -265,29 +256,18 @@ def measure(name: str, tensor: Tensor) -> Facts:
     values = find_values(tensor)
     if values is None or not values.numel():
         return facts
-    if not values.is_floating_point():
-        least, largest = torch.aminmax(values.byte() if values.dtype is torch.bool else values)
-        return facts | {"least": least.item(), "largest": largest.item()}
-    values = values.float() if values.element_size() == 1 else values
+    values = values.float() if values.element_size() == 1 else values  # of bool and float8 torch lacks these
     least, largest = torch.aminmax(values)  # NaN if there is one
-    if bool(torch.isfinite(least) & torch.isfinite(largest)):
-        return facts | {"least": least.item(), "largest": largest.item()}
-    return facts | _measure_broken(values)
-
-
-def _measure_broken(values: Tensor) -> Facts:
-    broken = ~torch.isfinite(values)
-    is_nan = torch.isnan(values)
-    nans, broken_count = int(is_nan.sum()), int(broken.sum())
-    facts: Facts = {"nan": nans, "inf": broken_count - nans}
-    if values.dim():
-        facts["sample"] = (
-            int(broken.flatten(1).any(1).nonzero()[0]) if values.dim() > 1 else int(broken.nonzero()[0])
-        )
-    if broken_count < values.numel():
-        least, largest = torch.aminmax(values[~broken])
-        facts |= {"least": least.item(), "largest": largest.item()}
-    return facts
+    if not torch.isfinite(least) & torch.isfinite(largest):
+        broken, nans = ~torch.isfinite(values), int(torch.isnan(values).sum())
+        facts |= {"nan": nans, "inf": int(broken.sum()) - nans}
+        if values.dim():
+            facts["sample"] = int(broken.reshape(len(broken), -1).any(1).nonzero()[0])
+        values = values[~broken]
+        if not values.numel():
+            return facts
+        least, largest = torch.aminmax(values)
+    return facts | {"least": least.item(), "largest": largest.item()}
 
 
 def measure_all(named: Iterable[tuple[str, Tensor]], most: int) -> list[Facts]:

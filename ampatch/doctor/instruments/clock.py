@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType
 
 import torch
@@ -31,11 +31,9 @@ MOST_MICRO_STEPS = 4  # that are looked at closely in each attempt: one of hundr
 class Instrument:
     """Is told of the parts of a run. An attempt is a step of an optimizer, made or skipped by a scaler.
 
-    What it computes is neither cast, nor recorded, nor seen by others, unless it is not `is_quiet`, and but
-    for what it computes of modules that run: torch.compile looks into that.
+    What it computes is neither cast, nor recorded, nor seen by others, if its clock `is_quiet`, and but for
+    what it computes of modules that run: torch.compile looks into that.
     """
-
-    is_quiet = True
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -69,34 +67,22 @@ class Instrument:
 def wrap(owner: object, name: str, wrapper: Callable[..., object], undo: ExitStack) -> None:
     """Has `wrapper(original, *args, **kwargs)` run in the place of a function, until undone.
 
-    Of several the latest is the outermost. They may end in any order: one function stands in for all.
+    Of several the latest is the outermost. They may end in any order: what another stands on goes with that.
     """
-    standing = vars(owner)[name]
-    if not hasattr(standing, "wrappers"):
-        standing = stand_in(getattr(owner, name))
-        standing.patcher.put(owner, name, standing)
-    _chain(standing, [*standing.wrappers, wrapper])
-    undo.callback(lambda: _chain(standing, [it for it in standing.wrappers if it is not wrapper]))
-
-
-def stand_in(original: Callable[..., object]) -> Callable[..., object]:
-    """Returns a function that hands its calls to its `wrappers`, each with what it wraps."""
+    original = getattr(owner, name)
 
     @functools.wraps(original)
     def standing(*args: object, **kwargs: object) -> object:
-        return standing.outermost(*args, **kwargs)
+        return wrapper(original, *args, **kwargs) if standing.is_on else original(*args, **kwargs)
 
-    standing.original, standing.wrappers, standing.patcher = original, [], Patcher()
-    return standing
+    def end() -> None:
+        standing.is_on = False
+        while not getattr(vars(owner)[name], "is_on", True):
+            setattr(owner, name, vars(owner)[name].before)
 
-
-def _chain(standing: Callable[..., object], wrappers: list[Callable[..., object]]) -> None:
-    standing.wrappers, standing.outermost = wrappers, standing.original
-    for wrapper in wrappers:
-        inner = functools.partial(wrapper, standing.outermost)
-        standing.outermost = functools.update_wrapper(inner, standing.original)  # with its signature
-    if not wrappers:
-        standing.patcher.retry()
+    standing.is_on, standing.before = True, vars(owner)[name]
+    setattr(owner, name, standing)
+    undo.callback(end)
 
 
 def unscaled() -> float:
@@ -110,8 +96,9 @@ class Clock(amp.Observer):
     scaled the latest loss: a script may have several, and use one.
     """
 
-    def __init__(self, undo: ExitStack) -> None:
+    def __init__(self, undo: ExitStack, is_quiet: bool = True) -> None:
         self.undo, self.models, self.attempt = undo, Models(), 0
+        self._is_quiet = is_quiet
         self._told: defaultdict[str, list[Callable[..., None]]] = defaultdict(list)  # by event
         self.running: list[int] = []  # ids of modules
         self.part, self.in_backward = "input", False
@@ -135,6 +122,11 @@ class Clock(amp.Observer):
         return "forward" if self.models.is_inside and self.part != "optimizer" else self.part
 
     @property
+    def latest_pass(self) -> int:
+        """The backward pass to which belongs what runs: a step belongs to the last before it."""
+        return max(0, self.micro_step - 1) if self.part == "optimizer" else self.micro_step
+
+    @property
     def is_away(self) -> bool:
         """Whether a backward pass runs, and no checkpoint repeats its forward."""
         return self.in_backward and not self.repeats
@@ -146,7 +138,6 @@ class Clock(amp.Observer):
         self.models.restore()
 
     def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """Notes the scaler of the loss."""
         self.scaler = amp.loss_scalers()[loss_id]
 
     def on_uninitialize(self) -> None:
@@ -157,17 +148,15 @@ class Clock(amp.Observer):
         """Tells a listener of the events that it has methods for."""
         for name, method in vars(Instrument).items():
             if inspect.isfunction(method) and getattr(type(listener), name) is not method:
-                self._told[name if listener.is_quiet else f"{name} aloud"].append(getattr(listener, name))
+                self._told[name].append(getattr(listener, name))
 
     def _tell(self, name: str, *given: object) -> None:
         for tell in self._told[name]:
             tell(*given)
 
     def _tell_quietly(self, name: str, *given: object) -> None:
-        if self._told[name]:
-            with quiet():
-                self._tell(name, *given)
-        self._tell(f"{name} aloud", *given)
+        with quiet() if self._is_quiet and self._told[name] else nullcontext():
+            self._tell(name, *given)
 
     def follow_run(self) -> None:
         """Follows all of a run, until undone."""
@@ -244,25 +233,18 @@ class Clock(amp.Observer):
         self.micro_step += 1
 
     @contextmanager
-    def again(self, place: Standing) -> Iterator[None]:
-        """A checkpoint repeats operations inside, which then have a graph, at their place."""
-        before, self.repeats = self.models.save(), True
-        self.models.restore(*place)
-        try:
-            yield
-        finally:
-            self.repeats = False
-            self.models.restore(*before)
+    def at(self, place: Standing, node: object = None) -> Iterator[None]:
+        """A backward that the script itself has written runs inside, of the `node` of a function at a place.
 
-    @contextmanager
-    def inside_of(self, node: object, place: Standing) -> Iterator[None]:
-        """A backward that the script itself has written runs inside, for a function at a place."""
-        before, self.within = (self.models.save(), self.within), node
+        Without one a checkpoint repeats its operations there, which then have a graph.
+        """
+        before = self.models.save(), self.within, self.repeats
+        self.within, self.repeats = node or self.within, node is None or self.repeats
         self.models.restore(*place)
         try:
             yield
         finally:
-            standing, self.within = before
+            standing, self.within, self.repeats = before
             self.models.restore(*standing)
 
     # ---- Steps ----

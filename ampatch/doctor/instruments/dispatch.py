@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import FunctionType
 
 import torch
 import torch.utils.checkpoint
@@ -85,6 +86,10 @@ class OperationInstrument(Instrument):
         super().__init__(tape.clock)
         self.tape = tape
 
+    def is_due(self, name: str) -> bool:
+        """Says whether it looks at an operation: at most attempts of a long script it looks at none."""
+        return (self.window is None or self.clock.attempt in self.window) and self.wants(name)
+
     def wants(self, name: str) -> bool:
         raise NotImplementedError
 
@@ -107,19 +112,17 @@ class Operations(TorchFunctionMode):
     def __init__(self, tape: Tape, rules: Sequence[OperationInstrument]) -> None:
         super().__init__()
         self._tape, self._clock, self._rules = tape, tape.clock, rules
-        self._due: Sequence[OperationInstrument] = rules  # in the present attempt
-        self._attempt = -1
         self._is_off = False  # torch leaves a mode for what an operation does
         self._casts: list[Op] = []  # of ours, which are part of what follows
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        rules, kwargs, name = self._rules_now(), kwargs or {}, name_of(func)
-        rules = [rule for rule in rules if rule.wants(name)]
+        kwargs, name = kwargs or {}, name_of(func)
+        rules = [rule for rule in self._rules if rule.is_due(name)]
         if not rules:
             return self._call(func, args, kwargs)
         if name in COMPOSITE and any(rule.looks_inside for rule in rules):
-            with inside_of(func), self:
-                return func(*args, **kwargs)
+            with self:
+                return looked_into(func)(*args, **kwargs)
         if not name and not isinstance(value := func(*args, **kwargs), Tensor):
             return value  # a property that is no tensor
         operation = Operation.now(self._clock, name, func, args, kwargs)
@@ -139,14 +142,6 @@ class Operations(TorchFunctionMode):
                 rule.after(operation, each)
             self._tape.put(operation.record, operation.given)
         return result
-
-    def _rules_now(self) -> Sequence[OperationInstrument]:
-        """Returns the rules that look at the present attempt: of a long script most have none."""
-        now = self._clock.attempt
-        if now != self._attempt:
-            self._attempt = now
-            self._due = [it for it in self._rules if it.window is None or now in it.window]
-        return self._due
 
     def _record(self, operation: Operation, given: Tensors) -> None:
         """Writes an operation on the tape; a cast that ampatch makes is called as what it is made for."""
@@ -191,7 +186,7 @@ class Operations(TorchFunctionMode):
         self._clock.undo.enter_context(self)
 
     def _show_function(self, name: str, args: tuple, kwargs: dict, given: Tensors) -> None:
-        rules = [rule for rule in self._rules_now() if given and rule.wants(name)]
+        rules = [rule for rule in self._rules if given and rule.is_due(name)]
         if not rules:
             return
         operation = Operation.now(self._clock, name, None, args, kwargs)
@@ -205,9 +200,9 @@ class Operations(TorchFunctionMode):
     def _go_back(self, apply: Callable[..., object], node: object, *args: object) -> object:
         """Shows what a backward of the script's own calls, at the place of its function."""
         place = getattr(node, "ampatch_function", None)
-        if place is None or not self._rules_now():
+        if place is None:
             return apply(node, *args)
-        with self._clock.inside_of(node, place), self if self._is_off else nullcontext():
+        with self._clock.at(place, node), self if self._is_off else nullcontext():
             return apply(node, *args)
 
     def _remember(self, forward: Callable[..., object], ctx: object, *args: object) -> object:
@@ -216,22 +211,11 @@ class Operations(TorchFunctionMode):
 
     def _repeat(self, backward: Callable[..., object], ctx: object, *args: object) -> object:
         """Has operations shown that run again inside of a backward pass, at the place of the first time."""
-        with self._clock.again(ctx.ampatch_place), self if self._is_off else nullcontext():
+        with self._clock.at(ctx.ampatch_place), self if self._is_off else nullcontext():
             return backward(ctx, *args)
 
 
-@contextmanager
-def inside_of(func: Callable[..., object]) -> Iterator[None]:
-    """Has a function of torch that is written in Python run its body under a mode, and not ask it, once."""
-    names = func.__globals__
-    asks = names["has_torch_function"]
-
-    def answer(_: object) -> bool:
-        names["has_torch_function"] = asks
-        return False
-
-    names["has_torch_function"] = answer
-    try:
-        yield
-    finally:
-        names["has_torch_function"] = asks
+def looked_into(func: FunctionType) -> FunctionType:
+    """Returns a function of torch that is written in Python as one that runs its body, and asks no mode."""
+    names = {**func.__globals__, "has_torch_function": lambda _: False}
+    return FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)

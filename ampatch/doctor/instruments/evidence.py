@@ -6,17 +6,18 @@ import ast
 import linecache
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ampatch.doctor.fixes import Paste
 from ampatch.doctor.instruments import tape as ops
+from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.places import Place, is_called_by_user
 from ampatch.doctor.instruments.region import statement_of_zeros
-from ampatch.doctor.instruments.tape import Op, Tape
+from ampatch.doctor.instruments.tape import Op, Origin, Tape
 from ampatch.doctor.instruments.values import HALF, Damage, Tensors, examine, is_mask, plain
 from ampatch.doctor.text.source import place_of, statement_of
 from ampatch.levels.precision import HALF_TYPES
@@ -33,95 +34,93 @@ COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integ
 
 
 class Origins:
-    """All of a run, in the order of their appearance; marks are their indices."""
+    """All of a run, in the order of their appearance."""
 
-    def __init__(self) -> None:
-        self.all: list[ops.Origin] = []
-        self.attempt = self.micro_step = 0
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.all: list[Origin] = []
         self.batch_sizes: tuple[int, ...] = ()
-        self.is_repeat = False  # a checkpoint runs operations again
-        self.asked: set[int] = set()  # those of what the script asked about
-        self.came_back: set[int] = set()  # those seen in a backward pass, until a gradient is bad
-        self.quiet: set[int] = set()  # infinities in the data, which may reach nothing
+        self.asked: set[Origin] = set()  # those of what the script asked about
+        self.came_back: set[Origin] = set()  # those seen in a backward pass, until a gradient is bad
 
-    def add(self, call: Op, damage: Damage, **more: object) -> int:
-        """Notes an origin, and returns its mark; one that is repeated is noted already."""
-        more |= {"attempt": self.attempt, "batch_sizes": self.batch_sizes}
-        origin = ops.Origin(call, call.phase, damage, self.micro_step, **more)
-        for index, known in enumerate(self.all) if self.is_repeat else ():
+    def add(self, call: Op, damage: Damage, **more: object) -> Origin:
+        """Notes an origin, and returns it; one that a checkpoint repeats is noted already."""
+        more |= {"attempt": self._clock.attempt, "batch_sizes": self.batch_sizes}
+        origin = Origin(call, call.phase, damage, self._clock.latest_pass, **more)
+        for known in self.all if self._clock.repeats else ():
             if origin.identity == known.identity:
-                return index
+                return known
         self.all.append(origin)
-        return len(self.all) - 1
+        return origin
 
-    def add_unseen(self, tensor: Tensor, name: str | None, where: str | None, is_first: bool) -> int:
+    def add_unseen(self, tensor: Tensor, name: str | None, where: str | None, is_first: bool) -> Origin:
         """Notes bad numbers that no operation made: those of a weight that has a name, or of the data."""
         if tensor.dim() and name is None:
             self.batch_sizes = self.batch_sizes or (tensor.shape[0],)
         call = Op("", "input" if name is None or is_first else "optimizer", None, where)
         return self.add(call, examine(tensor), parameter=name)
 
-    def add_data(self, tensor: Tensor, place: Place | None, where: str | None) -> set[int]:
+    def add_data(self, tensor: Tensor, place: Place | None, where: str | None) -> set[Origin]:
         """Notes what is bad in what a model is given; a mask, which holds nothing but 0 and -inf, is not."""
         if is_mask(tensor):
             return set()
-        mark = self.add(Op("", "input", place, where), damage := examine(tensor))
-        if damage.kind == "inf":
-            self.quiet.add(mark)
-        return {mark}
+        origin = self.add(Op("", "input", place, where), damage := examine(tensor))
+        origin.is_quiet |= damage.kind == "inf"
+        return {origin}
 
-    def reach(self, marks: Collection[int]) -> None:
+    def reach(self, origins: Iterable[Origin]) -> None:
         """Notes that origins have reached a loss, a gradient or a weight."""
-        for index in marks:
-            self.all[index].has_reached = True
+        for origin in origins:
+            origin.has_reached = True
 
     def give_up(self) -> None:
         """A script that saw bad numbers and made no backward pass of them has left them out."""
         self.reach(self.asked)
         self.asked = set()
 
-    def note_turn(self, call: Op, damage: Damage, marks: Collection[int]) -> None:
+    def note_turn(self, call: Op, damage: Damage, origins: Collection[Origin]) -> None:
         """Notes what makes NaN of an infinity, and of which sample: that may be another than the first."""
-        self.note_taken(marks, call.phase)
+        self.note_taken(origins, call.phase)
         in_batch = bool(damage.element) and damage.shape[0] in self.batch_sizes
-        for origin in (self.all[index] for index in marks):
-            is_told = call.op not in HARMLESS and not call.op.startswith("_")
-            if origin.damage.kind == "inf" and origin.turns is None and is_told:
+        is_told = call.op not in HARMLESS and not call.op.startswith("_")
+        for origin in origins if is_told else ():
+            if origin.damage.kind == "inf" and origin.turns is None:
                 origin.turns = call.op, call.where, damage.element[0] if in_batch else None
 
-    def of(self, phase: str, marks: Collection[int]) -> list[ops.Origin]:
-        """Returns those of some marks that are of a phase: "input" before the model, "loss" after it."""
-        return [self.all[index] for index in marks if self.all[index].phase == phase]
-
-    def note_taken(self, marks: Collection[int], phase: str) -> None:
+    def note_taken(self, origins: Collection[Origin], phase: str) -> None:
         """Notes the first statement behind the data that takes what is bad there, and how it takes 0."""
-        for call in (it.call for it in self.of("input", marks) if phase != "input"):
+        for call in (it.call for it in of_phase("input", origins) if phase != "input"):
             if "taken" not in call.facts:
                 call.facts["taken"] = statement_of_zeros()
 
-    def move_to_step(self, marks: Collection[int], name: str | None) -> bool:
+    def move_to_step(self, origins: Collection[Origin], name: str | None) -> bool:
         """What is done to the gradient of a parameter after its backward pass is no part of the next input.
 
-        Says whether there are marks.
+        Says whether there are origins.
         """
-        for origin in self.of("input", marks):
-            if origin.attempt == self.attempt and origin.micro_step > self.micro_step:
-                origin.phase, origin.micro_step, origin.parameter = "optimizer", self.micro_step, name
-        return bool(marks)
+        attempt, micro_step = self._clock.attempt, self._clock.latest_pass
+        for origin in of_phase("input", origins):
+            if origin.attempt == attempt and origin.micro_step > micro_step:
+                origin.phase, origin.micro_step, origin.parameter = "optimizer", micro_step, name
+        return bool(origins)
 
     def move_to_loss(self) -> None:
         """What a script without a model does before the backward pass is its loss."""
-        now = (self.attempt, self.micro_step, "input")
-        for origin in self.all:
-            if (origin.attempt, origin.micro_step, origin.phase) == now and origin.call.op:
+        now = self._clock.attempt, self._clock.latest_pass
+        for origin in of_phase("input", self.all):
+            if (origin.attempt, origin.micro_step) == now and origin.call.op:
                 origin.phase = "loss"
 
     def end_attempt(self) -> None:
         """The sizes of the batch are known now."""
         for origin in self.all:
-            if origin.attempt == self.attempt:
+            if origin.attempt == self._clock.attempt:
                 origin.batch_sizes = origin.batch_sizes or self.batch_sizes
-        self.attempt, self.micro_step = self.attempt + 1, 0
+
+
+def of_phase(phase: str, origins: Iterable[Origin]) -> list[Origin]:
+    """Returns those of some origins that are of a phase: "input" before the model, "loss" after it."""
+    return [it for it in origins if it.phase == phase]
 
 
 def follow(tape: Tape, of: Operation) -> None:
@@ -152,7 +151,7 @@ def text_of(where: str | None) -> str:
     return linecache.getline(*place_of(where))
 
 
-def explain_arguments(origin: ops.Origin, of: Operation, like: list[str]) -> None:
+def explain_arguments(origin: Origin, of: Operation, like: list[str]) -> None:
     """Puts into the facts of what broke what its arguments show; `like` are modules of the class it is in."""
     call, taken = origin.call, of.taken
     call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
@@ -233,7 +232,7 @@ def find_overflow_of(tensors: Tensors, dtype: str) -> Constant | None:
     return None
 
 
-def find_infinity(origin: ops.Origin, of: Operation) -> Constant | None:
+def find_infinity(origin: Origin, of: Operation) -> Constant | None:
     """Returns the infinity that a mask multiplies by 0, or the lowest number that it adds to another."""
     taken = of.taken
     dtype = str(taken[0].dtype)[6:] if taken else ""
@@ -264,7 +263,7 @@ def divisor_of(op: str, args: Sequence[object]) -> object:
     return args[place] if is_quotient and op != "atan2" and len(args) > place else None
 
 
-def divides_by_zero(origin: ops.Origin, operands: Sequence[object]) -> bool | str:
+def divides_by_zero(origin: Origin, operands: Sequence[object]) -> bool | str:
     """Says whether the first bad number is a quotient or a power of 0; "number" of one that is no tensor."""
     if any(isinstance(it, (int, float)) and it == 0 for it in operands[1:]):
         return "number"

@@ -123,7 +123,6 @@ class LoweredRates(Instrument):
         self._given: list[tuple[dict, object]] = []
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
-        """Lowers them."""
         self._given = [(it, it["lr"]) for it in optimizer.param_groups if it.get("lr") is not None]
         for group, rate in self._given:
             group["lr"] = rate * self._factor

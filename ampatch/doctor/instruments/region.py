@@ -24,24 +24,19 @@ Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cas
 
 
 def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
-    """Returns the fix of the statement which an operation runs for; `parameters` are the models'."""
-    place = of.record.place
-    is_cast = of.is_on or not (of.record.autocast or any(map(is_half_tensor, parameters)))
-    return region_in_float32(of.record.autocast, not (place and place.module), is_cast)
-
-
-def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) -> Paste | None:
-    """Returns what puts the statement that the user's code is at into float32; None where it could be wrong.
+    """Returns what puts the statement which an operation runs for into float32; None where it could be wrong.
 
     Its half tensors are cast, and casts are off: those of `torch.autocast` for a device, or ours. A function
-    that uses no model is put into float32 as a whole, for what follows there as well. Of statements
-    that call modules those are left alone whose modules have parts, and in a half model all but what it
-    returns, if `is_model`.
+    that uses no model is put into float32 as a whole, for what follows there as well. Of statements that
+    call modules those are left alone whose modules have parts, and in a half model, as its `parameters` tell,
+    all but what that returns.
     """
     frame, source, statement = statement_here()
     if frame is None or statement is None:
         return None
-    casts = casts_of(autocast, source, frame.f_lineno, frame.f_locals) if casts_are_on else None
+    autocast, place, casts = of.record.autocast, of.record.place, None
+    if of.is_on or not (autocast or any(map(is_half_tensor, parameters))):
+        casts = casts_of(autocast, source, frame.f_lineno, frame.f_locals)
     if casts and (change := function_in_float32(source, frame, *casts[1:])):
         return Paste(FUNCTION, (change,))
     calls = (value_of(it.func, frame) for it in ast.walk(statement) if isinstance(it, ast.Call))
@@ -51,7 +46,7 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     if called and (in_half or not casts or any([*it.children()] for it in called)):
         return None
     is_last = isinstance(statement, ast.Return) or name_of_reduction(statement) in ("mean", "sum")
-    if in_half and not (is_model and is_last):
+    if in_half and (not is_last or (place and place.module)):
         return None
     edits: list[Edit] = [
         (source.end(it), ".float()", 0) for it in tensors_in_statement(statement, frame, is_half_tensor)

@@ -40,8 +40,8 @@ class Op:
     is_ours: bool = False  # whether ampatch calls it
     number: int = -1  # on the tape
     autocast: str | None = None  # the device for which torch.autocast was on
-    origins: set[int] = field(default_factory=set)  # of bad numbers in what it took or gave
-    hidden: set[int] = field(default_factory=set)  # of bad data, of which it makes finite numbers
+    origins: set[Origin] = field(default_factory=set)  # of bad numbers in what it took or gave
+    hidden: set[Origin] = field(default_factory=set)  # of bad data, of which it makes finite numbers
     infinite: Damage | None = None  # of what it took, and what may be a mask
     is_data: bool = False  # whether that came with the batch
     facts: dict[str, object] = field(default_factory=dict)  # see `evidence`
@@ -109,11 +109,10 @@ class Tape:
 
     # ---- Origins of bad numbers ----
 
-    def origins_of(self, *tensors: Tensor) -> set[int]:
-        """Returns the origins of what is bad in tensors."""
+    def origins_of(self, *tensors: Tensor) -> set[Origin]:
         return {origin for it in self.makers_of(tensors) for origin in self.records[it].origins}
 
-    def mark(self, tensor: Tensor, origins: set[int]) -> None:
+    def mark(self, tensor: Tensor, origins: set[Origin]) -> None:
         """Notes origins of what is in a tensor, and in all that shares its memory."""
         self.add(record := Op("", "", None, None), [tensor])
         record.origins |= origins
@@ -137,14 +136,7 @@ CASTING = (*CASTS, "_foreach_copy_", "copy_")  # as of weights to half
 # What breaks alike, see `causes`.
 EXPONENTIALS = ("exp", "exp_", "expm1", "expm1_", "exp2", "exp2_", "sinh", "cosh")
 LOGARITHMS = ("log", "log2", "log10", "log1p", "log_", "logit", "binary_cross_entropy", "xlogy")
-LOGARITHMS += (
-    "log1p_",
-    "log2_",
-    "log10_",
-    "logit_",
-    "entr",
-    "special_entr",
-)  # whose gradient is one
+LOGARITHMS += ("log1p_", "log2_", "log10_", "logit_", "entr", "special_entr")  # whose gradient is one
 NORMS = ("norm", "cdist", "vector_norm", "linalg_vector_norm")
 SPREADS = ("std", "var", "std_mean", "var_mean")
 QUOTIENTS = ("div", "div_", "reciprocal", "reciprocal_", "rsqrt", "rsqrt_", "true_divide", "atan2")
@@ -183,7 +175,7 @@ class Enough(BaseException):
     """Ends a script when all that is wanted has been seen."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Origin:
     """An operation that made bad numbers."""
 
@@ -196,6 +188,7 @@ class Origin:
     node: str | None = None
     attempt: int = 0
     has_reached: bool = False
+    is_quiet: bool = False  # an infinity in the data, which may reach nothing
     is_of_scale: bool = False  # it is finite where the gradients it takes are smaller
     batch_sizes: tuple[int, ...] = ()  # of what the model took
     region: Paste | None = None  # what puts the statement into float32

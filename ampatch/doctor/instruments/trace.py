@@ -22,9 +22,16 @@ from ampatch.doctor.instruments import places
 from ampatch.doctor.instruments import tape as ops
 from ampatch.doctor.instruments.clock import MOST_MICRO_STEPS
 from ampatch.doctor.instruments.dispatch import Operation, OperationInstrument
-from ampatch.doctor.instruments.evidence import Origins, explain_arguments, follow, note_error, note_written
+from ampatch.doctor.instruments.evidence import (
+    Origins,
+    explain_arguments,
+    follow,
+    note_error,
+    note_written,
+    of_phase,
+)
 from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_of
-from ampatch.doctor.instruments.tape import Op, Tape
+from ampatch.doctor.instruments.tape import Op, Origin, Tape
 from ampatch.doctor.instruments.values import (
     HALF,
     Kept,
@@ -55,14 +62,16 @@ class Trace(OperationInstrument):
         super().__init__(tape)
         self.window, self.goes_on, self._last = window, goes_on, max(last, *window or (0,))
         self._most = MOST_MICRO_STEPS if is_brief else math.inf  # backward passes of an attempt
-        self.origins, self.models = Origins(), self.clock.models
-        self._begin_window()
+        self.origins, self.models = Origins(self.clock), self.clock.models
+        self._begin_window(self.clock.attempt)
 
-    def _begin_window(self) -> None:
-        self.active = self.window is None or self.origins.attempt in self.window
+    def _begin_window(self, attempt: int) -> None:
+        self.active = self.window is None or attempt in self.window
         self._graph = ops.Graph(self.models, self._on_bad_gradient)
         self._found_in_backward = False
-        self._inside: defaultdict[object, set[int]] = defaultdict(set)  # origins in backwards, by their nodes
+        self._inside: defaultdict[object, set[Origin]] = defaultdict(
+            set
+        )  # origins in backwards, by their nodes
         self.origins.came_back = set()
         self._note_old_gradients()
 
@@ -76,16 +85,16 @@ class Trace(OperationInstrument):
         if self.clock.is_away:
             return
         self._note_batch_sizes(args)
-        if not (self.origins.attempt or self.origins.micro_step):
+        if not (self.clock.attempt or self.clock.micro_step):
             self.tape.keep()
         self.origins.give_up()
         if self.active:
             with quiet():
                 self._look_at_batch(args)
                 for parameter in self.models.parameters():
-                    for origin in self.origins.of("input", self.tape.origins_of(parameter)):
+                    for origin in of_phase("input", self.tape.origins_of(parameter)):
                         origin.parameter = self.models.name_of(parameter)
-                        if self.origins.attempt:  # a script that copies masters itself, after their step
+                        if self.clock.attempt:  # a script that copies masters itself, after their step
                             origin.phase = "optimizer"
 
     def enter_module(self, module: Module, args: tuple) -> None:
@@ -100,18 +109,18 @@ class Trace(OperationInstrument):
 
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
-            marks = self.tape.origins_of(tensor)
-            for origin in self.origins.of("loss", marks):  # it stands between two models
+            came = self.tape.origins_of(tensor)
+            for origin in of_phase("loss", came):  # it stands between two models
                 origin.phase = "forward"
             if is_finite(tensor):
                 continue
-            for origin in self.origins.of("input", marks):  # made of a part of the batch, shown in all of it
+            for origin in of_phase("input", came):  # made of a part of the batch, shown in all of it
                 if (damage := examine(tensor)).kind == origin.damage.kind:
                     origin.damage = damage
-            if not marks:
-                marks = self.origins.add_data(tensor, self.models.place, places.user_line())
-                self.tape.mark(tensor, marks)
-            self.origins.note_taken(marks, "model")
+            if not came:
+                came = self.origins.add_data(tensor, self.models.place, places.user_line())
+                self.tape.mark(tensor, came)
+            self.origins.note_taken(came, "model")
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
@@ -123,10 +132,8 @@ class Trace(OperationInstrument):
             self.origins.reach(self.tape.origins_of(*(loss for loss in losses if not is_finite(loss))))
 
     def end_backward(self) -> None:
-        """Looks at the gradients; the next micro-step begins."""
         if self.active:
             self._look_at_gradients(self.models.parameters())
-        self.origins.micro_step += 1
 
     def _look_at_gradients(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
@@ -142,15 +149,12 @@ class Trace(OperationInstrument):
                 more = {"parameter": name, "is_of_scale": True}
                 self.origins.reach([self.origins.add(call, examine(gradient), **more)])
                 self._found_in_backward = True
-            self.tape.mark(gradient, {*range(len(self.origins.all))[-1:]})  # none where nothing was seen
+            self.tape.mark(gradient, {*self.origins.all[-1:]})  # none where nothing was seen
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
-        """Looks at the gradients that an optimizer takes."""
-        self.origins.micro_step = max(0, self.origins.micro_step - 1)  # it belongs to the last backward pass
         self.end_closure(optimizer)
 
     def end_closure(self, optimizer: Optimizer) -> None:
-        """Looks at the gradients that an optimizer takes."""
         if self.active:
             self.models.learn_masters(optimizer)
             self._look_at_gradients(places.parameters_of(optimizer))
@@ -158,28 +162,23 @@ class Trace(OperationInstrument):
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Looks at what the step made of the weights; the next window begins."""
         if self.active:
-            weights = (
-                *places.parameters_of(optimizer),
-                *self.models.parameters(),
-            )  # masters, and their halves
-            lost = (*(it for it in weights if not is_finite(it)), *self.models.lost_buffers())
+            weights = *places.parameters_of(optimizer), *self.models.parameters()  # masters, and their halves
+            lost = [it for it in weights if not is_finite(it)] + self.models.lost_buffers()
             self.origins.reach(self.tape.origins_of(*lost))
         self.origins.end_attempt()
-        if self.window is not None and self.origins.attempt > self._last and not self.goes_on:
+        if self.window is not None and self.clock.attempt >= self._last and not self.goes_on:
             raise ops.Enough
-        self._begin_window()
+        self._begin_window(self.clock.attempt + 1)
 
-    def found(self) -> list[ops.Origin]:
+    def found(self) -> list[Origin]:
         """Returns the origins, in the order of their appearance."""
         self.origins.give_up()
-        found, quiet = self.origins.all, self.origins.quiet
-        return [it for at, it in enumerate(found) if it.has_reached or it.turns or at not in quiet]
+        return [it for it in self.origins.all if it.has_reached or it.turns or not it.is_quiet]
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells, but for what the script itself has written."""
-        is_due = self.active and self.clock.micro_step < self._most
         is_away = self.clock.is_away and self.clock.within is None
-        return is_due and not is_away and name not in ops.IGNORED
+        return self.clock.micro_step < self._most and not is_away and name not in ops.IGNORED
 
     def before(self, operation: Operation) -> Kept | None:
         """Returns what is bad before an operation that writes into it, and the largest number."""
@@ -192,7 +191,6 @@ class Trace(OperationInstrument):
         """Follows what is bad, and what arguments show."""
         if not operation.given:
             return
-        self.origins.is_repeat = self.clock.repeats
         follow(self.tape, operation)
         self._look(operation.record, operation, kept)
         records = [operation.record, *operation.casts]
@@ -211,22 +209,22 @@ class Trace(OperationInstrument):
 
     def _look(self, call: Op, operation: Operation, kept: Kept | None) -> None:
         """Looks at what an operation gives."""
-        taken, given, marks = operation.taken, operation.given, call.origins
+        taken, given = operation.taken, operation.given
         self._graph.tag(taken, given, call)
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
-        if kept is None and (marks or worst is not None):
+        if kept is None and (call.origins or worst is not None):
             kept = examine_all(taken)
         bad, largest = kept or ([], None)
         came = self.tape.origins_of(*bad)
         if any(word in call.op for word in ops.WEIGHING):
-            came -= self.origins.quiet
+            came = {it for it in came if not it.is_quiet}
         if self.clock.within is not None and bad and not came:
             return  # gradients that were bad before
         damage = None if worst is None else examine(worst, bool(bad))
         if bad and damage is None and not any(it.requires_grad for it in bad):  # data that a mask hides
-            marks, call.hidden = self.tape.origins_of(*filter(is_finite, taken)), came
+            call.origins, call.hidden = self.tape.origins_of(*filter(is_finite, taken)), came
         if damage is not None and bad and not came:
-            marks = marks | (came := self._marks_of_unseen(call, bad))
+            call.origins |= (came := self._find_unseen(call, bad))
         is_new = damage is not None and not came
         is_inf = is_new and damage.kind == "inf" and call.op not in ops.OF_ALL
         # As the fill value of a mask does; a rate may be infinite.
@@ -241,13 +239,12 @@ class Trace(OperationInstrument):
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
             more["region"] = self._region(call, operation)
             call.facts["casts"] = call.op in ops.CASTING
-            marks = marks | (new := {self.origins.add(call, damage, **more)})
+            call.origins.add(new := self.origins.add(call, damage, **more))
             if self.clock.within is not None:
-                self._inside[self.clock.within] |= new
+                self._inside[self.clock.within].add(new)
                 call.facts["within"] = True
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
-        call.origins = marks
         call.infinite = examine(bad[0]) if of_mask and bad else None
         call.is_data = any(bool((plain(it) == math.inf).any()) for it in bad)
 
@@ -260,15 +257,15 @@ class Trace(OperationInstrument):
             return function_at(source and source.where, of.record.autocast)
         return region_of(of, self.models.parameters())
 
-    def _marks_of_unseen(self, call: Op, bad: list[Tensor]) -> set[int]:
+    def _find_unseen(self, call: Op, bad: list[Tensor]) -> set[Origin]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
                 name = self.models.name_of(tensor) or self.models.name_held(tensor)
-                is_first = self.window is not None and not self.origins.attempt
-                marks = {self.origins.add_unseen(tensor, name, call.where, is_first)}
-                self.tape.mark(tensor, marks)
-                return marks
+                is_first = self.window is not None and not self.clock.attempt
+                found = {self.origins.add_unseen(tensor, name, call.where, is_first)}
+                self.tape.mark(tensor, found)
+                return found
         return set()
 
     def _on_bad_gradient(
@@ -282,7 +279,7 @@ class Trace(OperationInstrument):
         if call.origins or call.hidden or not all(map(is_finite, given := [*tensors_in(taken)])):
             return
         if inside := self._inside[node]:
-            for origin in (self.origins.all[index] for index in inside):
+            for origin in inside:
                 origin.is_of_scale = ops.is_cured_by_scale(node, taken, self.clock.get_scale())
                 origin.parameter = parameter
             self.origins.came_back |= inside
@@ -302,5 +299,5 @@ class Trace(OperationInstrument):
         call.facts["function"] = hasattr(node, "saved_tensors")  # one of Python
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         more["is_of_scale"] = ops.is_cured_by_scale(node, taken, self.clock.get_scale())
-        self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
-        self.origins.all[mark].phase = "backward"
+        self.origins.came_back.add(origin := self.origins.add(call, examine(made), **more))
+        origin.phase = "backward"

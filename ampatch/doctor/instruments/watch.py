@@ -112,7 +112,6 @@ class Watch(Instrument):
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
 
     def end_backward(self) -> None:
-        """Looks at the gradients."""
         made = (it for it in self.clock.models.parameters() if id(it) not in self._old)
         self._now.gradients &= have_finite_grads(made)
 
@@ -179,7 +178,7 @@ class Growth(Instrument):
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
         self._half = ""
-        self._waiting: list[tuple[Layer, int, Tensor]] = []
+        self._waiting: dict[tuple[Layer, int], Tensor] = {}  # by layer and attempt
         self._known: dict[Layer, Magnitude] = {}
 
     def see_output(self, module: Module, output: object) -> None:
@@ -192,9 +191,12 @@ class Growth(Instrument):
                 self._note(("output", place.model, place.module), floating_in(output))
 
     def _note(self, layer: Layer, tensors: Iterable[Tensor]) -> None:
+        key = layer, self.clock.attempt
         for values in (plain(it) for it in tensors if it.numel() and not it.is_meta):
             if values.numel():  # of a sharded tensor another rank may have all
-                self._waiting.append((layer, self.clock.attempt, values.abs().amax()))
+                largest = values.abs().amax()
+                known = self._waiting.get(key)
+                self._waiting[key] = largest if known is None else torch.maximum(largest, known)
                 name = str(values.dtype)[6:]
                 self._half = self._half or (name if name in HALF and layer[0] == "output" else "")
 
@@ -207,12 +209,9 @@ class Growth(Instrument):
 
     def _fetch(self) -> None:
         with quiet():
-            numbers = read_numbers([tensor for *_, tensor in self._waiting])
-        largest: dict[tuple[Layer, int], float] = {}
-        for (layer, attempt, _), value in zip(self._waiting, numbers, strict=True):
+            numbers = read_numbers([*self._waiting.values()])
+        for (layer, attempt), value in zip(self._waiting, numbers, strict=True):
             value = value if math.isfinite(value) else math.inf
-            largest[layer, attempt] = max(value, largest.get((layer, attempt), 0.0))
-        for (layer, attempt), value in largest.items():
             self._known.setdefault(layer, Magnitude()).add(attempt, value)
         self._waiting.clear()
 

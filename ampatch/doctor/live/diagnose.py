@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 from torch.nn import Module
-from torch.optim import Optimizer
 
 import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock
@@ -15,6 +15,8 @@ from ampatch.doctor.live.watcher import Patient, Watcher
 from ampatch.steps.foreign_step import find_hooked
 
 __all__ = ["Patient", "patient", "watch"]
+
+Object = TypeVar("Object")
 
 
 @contextmanager
@@ -39,8 +41,12 @@ def watch(models: object, optimizers: object, scaler: object = None) -> Iterator
         raise amp.AmpTypeError(f"scaler is a {type(scaler).__name__}: expected a torch.amp.GradScaler")
     patient = Patient()
     with ExitStack() as undo:
-        watcher = Watcher(Clock(undo), as_models(models), as_optimizers(optimizers), patient)
-        del models, optimizers, scaler  # the script may drop them
+        clock = Clock(undo, is_quiet=False)  # a replay is seen by instruments
+        watched = listed(models, "models", "torch.nn.Module", find_module)
+        given = [] if optimizers is None else optimizers
+        stepped = listed(given, "optimizers", "torch.optim.Optimizer", find_hooked)
+        watcher = Watcher(clock, watched, stepped, patient)
+        del models, optimizers, scaler, given, watched, stepped  # the script may drop them
         undo.enter_context(amp.observe(patient))
         watcher.open()
         yield patient
@@ -59,24 +65,15 @@ def patient() -> Patient:
     return found[-1]
 
 
-def as_models(given: object) -> list[Module]:
-    """Returns models as a list; raises AmpTypeError for anything else."""
-    found = list(given) if isinstance(given, (list, tuple)) else [given]
-    for index, model in enumerate(found):
-        if not isinstance(model, Module):
-            raise amp.AmpTypeError(f"models[{index}] is a {type(model).__name__}: expected a torch.nn.Module")
+def find_module(given: object) -> Module | None:
+    return given if isinstance(given, Module) else None
+
+
+def listed(given: object, name: str, expected: str, find: Callable[[object], Object | None]) -> list[Object]:
+    """Returns what is found in one object or in each of a list; raises AmpTypeError where that is nothing."""
+    found = []
+    for index, one in enumerate(given if isinstance(given, (list, tuple)) else [given]):
+        if (inner := find(one)) is None:
+            raise amp.AmpTypeError(f"{name}[{index}] is a {type(one).__name__}: expected a {expected}")
+        found.append(inner)
     return found
-
-
-def as_optimizers(given: object) -> list[Optimizer]:
-    """Returns optimizers as a list, for a wrapper the one inside; raises AmpTypeError for anything else."""
-    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    optimizers = []
-    for index, one in enumerate(found):
-        inner = find_hooked(one)
-        if inner is None:
-            raise amp.AmpTypeError(
-                f"optimizers[{index}] is a {type(one).__name__}: expected a torch.optim.Optimizer"
-            )
-        optimizers.append(inner)
-    return optimizers

@@ -7,7 +7,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
 from typing import NamedTuple, TypeVar
@@ -30,6 +30,7 @@ SET = torch.Tensor.__setitem__
 
 Space = dict[str, object]  # variables of a file or attributes of a module, by their names
 Variables = list[tuple[Space, Space]]  # where they are, and what they were
+Attributes = list[tuple[weakref.ref[Module], Space]]
 Frames = tuple[tuple[CodeType, int], ...]  # code and instruction, from the operation to the user's line
 
 
@@ -58,9 +59,7 @@ class Slots:
 
     def add(self, value: object) -> tuple[int, ...]:
         """Numbers the tensors in a result."""
-        if isinstance(value, Tensor):
-            return (self._add(value),)
-        return tuple(self._add(tensor) for tensor in tensors_in(value))
+        return tuple(map(self._add, (value,) if isinstance(value, Tensor) else tensors_in(value)))
 
     def _add(self, tensor: Tensor) -> int:
         known = self._known.get(id(tensor))
@@ -106,24 +105,21 @@ class Mode(NamedTuple):
 
     grad: bool
     device: str
-    autocast: bool
     dtype: torch.dtype | None  # None where autocast is off
 
     @classmethod
     def now(cls, device: str) -> Mode:
         """Returns how they run here."""
-        is_on = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if is_on else None
-        return cls(torch.is_grad_enabled(), device, is_on, dtype)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return cls(torch.is_grad_enabled(), device, dtype)
 
     @contextmanager
     def entered(self, casts: bool = True) -> Iterator[None]:
         """Has operations run so; without `casts` none is cast."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            if self.autocast or torch.is_autocast_enabled(self.device):
-                autocast = torch.autocast(self.device, self.dtype, enabled=self.autocast and casts)
-                stack.enter_context(autocast)
+        is_on, autocast = self.dtype is not None, nullcontext()
+        if is_on or torch.is_autocast_enabled(self.device):
+            autocast = torch.autocast(self.device, self.dtype, enabled=is_on and casts)
+        with torch.set_grad_enabled(self.grad), autocast:
             yield
 
 
@@ -167,13 +163,12 @@ class Record:
     def __init__(self) -> None:
         self.events: list[RecordedCall | Backward] = []
         self.slots = Slots()
-        self.state: dict[int, Snapshot] = {}  # by the id of the model
+        self.state: dict[int, tuple[Copies, Attributes]] = {}  # by the id of the model
         self.weights: Copies | None = None  # where the step is made before it is done again
         self.grown = 0.0  # how many times as large as at first weights were
         self.losses: list[Tensor] = []  # the values that backward passes began at
 
     def of(self, kind: type[Event]) -> list[Event]:
-        """Returns the events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -238,9 +233,9 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)  # a scaler's own arithmetic
         taken = record.slots.refer(args), record.slots.refer(kwargs)
         result = func(*args, **kwargs)
-        if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_in(result)):
-            mode, outputs = Mode.now(self._device), record.slots.add(result)
-            record.events.append(RecordedCall(func, *taken, capture(1), mode, outputs))
+        outputs = record.slots.add(result)
+        if func is SET or outputs:
+            record.events.append(RecordedCall(func, *taken, capture(1), Mode.now(self._device), outputs))
         return result
 
 
@@ -318,24 +313,8 @@ class Copies:
 
 @torch.no_grad()
 def copy_all(to: list[Tensor], tensors: list[Tensor]) -> None:
-    """Copies tensors into others at once."""
     if tensors:
         torch._foreach_copy_(to, tensors)
-
-
-class Snapshot:
-    """Buffers of a model, and plain attributes of the user's modules in it, as they were before a forward."""
-
-    def __init__(self, buffers: list[Tensor], modules: list[Module]) -> None:
-        self._buffers = Copies(buffers)
-        self._attributes = [(weakref.ref(it), plain_in(vars(it))) for it in modules]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Has the model be in this state; afterwards it is as it was."""
-        found = [(vars(it), values) for find, values in self._attributes if (it := find()) is not None]
-        with self._buffers.restored(), put_back(found):
-            yield
 
 
 @contextmanager
@@ -386,11 +365,11 @@ class ModelState:
         times = [float(weight.detach().abs().amax() / first) for weight, first in known]
         return max(filter(math.isfinite, times), default=1.0)
 
-    def save(self) -> Snapshot:
-        """Copies buffers and attributes; no host sync."""
+    def save(self) -> tuple[Copies, Attributes]:
+        """Copies buffers, and plain attributes of the user's modules; no host sync."""
         buffers = [owner._buffers.get(name) for find, name in self._owners if (owner := find()) is not None]
-        own = [module for find in self._own if (module := find()) is not None]
-        return Snapshot([it for it in buffers if it is not None], own)
+        attributes = [(find, plain_in(vars(it))) for find in self._own if (it := find()) is not None]
+        return Copies([it for it in buffers if it is not None]), attributes
 
     def variables(self) -> Variables:
         """Returns plain global variables of the user's files, and small dictionaries of them."""

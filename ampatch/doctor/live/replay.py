@@ -114,8 +114,10 @@ def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
     devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
-        for snapshot in record.state.values():
-            stack.enter_context(snapshot.restored())
+        for buffers, attributes in record.state.values():
+            stack.enter_context(buffers.restored())
+            found = [(vars(it), values) for find, values in attributes if (it := find()) is not None]
+            stack.enter_context(put_back(found))
         for parameter in [parameter for model in models for parameter in model.parameters()]:
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None

@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import TypeVar
 
 import torch
@@ -93,7 +92,6 @@ class Patient(amp.Observer):
 
     @property
     def latest(self) -> int:
-        """The index of the latest attempt."""
         return len(self.attempts) - 1
 
     # ---- What the watcher tells ----
@@ -209,8 +207,6 @@ class Hook:
 
 class Watcher(Instrument):
     """Watches models and optimizers; keeps none of them alive."""
-
-    is_quiet = False  # a replay is seen by instruments
 
     def __init__(
         self, clock: Clock, models: Sequence[Module], optimizers: Sequence[Optimizer], patient: Patient
@@ -394,7 +390,6 @@ class Check:
 
     def __init__(self) -> None:
         self._found, self._one = torch.zeros((), device="cpu"), torch.ones((), device="cpu")
-        self._large: dict[int, list[bool]] = {}  # which are, by how many there are: sizes hardly change
 
     def is_bad(self, tensors: list[Tensor]) -> bool:
         """Says whether one of the tensors holds inf or NaN; on a GPU it waits for the answer."""
@@ -407,13 +402,10 @@ class Check:
 
     def _is_any_bad(self, tensors: list[Tensor]) -> bool:
         """Says whether a number is not finite; raises RuntimeError for what is not dense and on the host."""
-        count = len(tensors)
-        if count not in self._large:
-            self._large[count] = [each.numel() > LARGE for each in tensors]
-        large = list(compress(tensors, self._large[count]))
+        large = [it for it in tensors if it.numel() > LARGE]
         are_plain = large and all(each.is_cpu and each.layout is torch.strided for each in large)
         if are_plain and torch.stack([each.sum() for each in large]).sum().isfinite():  # no number is bad
-            tensors = [it for it, is_large in zip(tensors, self._large[count], strict=True) if not is_large]
+            tensors = [it for it in tensors if it.numel() <= LARGE]
         check_and_unscale_(tensors, self._found, self._one)  # by 1: it changes nothing
         is_bad = self._found.item() > 0
         if is_bad:
