@@ -843,8 +843,10 @@ def test_what_may_do_no_harm_is_a_fault_where_float32_learns_more(kind, share):
     doubtful = Finding(kind, 0, "optimizer", None, "", "step", "train.py:9", facts={"share": share})
     attempts = [Attempt(step, value=16.0 - step) for step in range(16)]
     for learns in (False, True):
-        found = examine_silent([replace(doubtful, steps=(0,))], attempts, (), learns_less=lambda x=learns: x)
+        given = [replace(doubtful, steps=(0,))], attempts
+        found = examine_silent(*given, (), learns_less=lambda x=learns: x)
         assert len(found) == learns
+        assert examine_silent(*given, [sample_finding()], learns_less=lambda: True) == ()
 
 
 # ---- The whole command ----

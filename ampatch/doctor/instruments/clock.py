@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import ampatch as amp
 from ampatch.doctor.instruments.places import Models, Standing, frames
 from ampatch.doctor.instruments.values import quiet, tensors_in
-from ampatch.levels.patcher import Patcher
 from ampatch.levels.stack import wrap_closure
 
 BACKWARD_OPTIONS = ("tensors", "grad_tensors", "retain_graph", "create_graph")  # by place

@@ -83,7 +83,7 @@ def examine_silent(
         and EXPLAINED.get(fault.kind) not in kinds
         and not (is_raised and fault.kind == "unscaled_twice")
     ]
-    is_fault = any(map(is_doubtful, faults)) and (is_flat(attempts) or learns_less())
+    is_fault = not findings and any(map(is_doubtful, faults)) and (is_flat(attempts) or learns_less())
     return tuple(explain(fault) for fault in faults if is_fault or not is_doubtful(fault))
 
 
