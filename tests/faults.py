@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ampatch.doctor.campaign import Campaign, start_process
+from ampatch.doctor.campaign import FAULT, Campaign, start_process
 from ampatch.doctor.child import carry_out as run_child
 from ampatch.doctor.finding import Report
 from ampatch.doctor.run import ScriptRun
@@ -473,7 +473,9 @@ def diagnose(script: str, folder: Path, tries: bool = False) -> Report:
     """Returns the doctor's report on a script."""
     (folder / "train.py").write_text(script)
     linecache.clearcache()
-    return Campaign(ScriptRun(str(folder / "train.py")), launch=fork_child, tries=tries).report()
+    report = Campaign(ScriptRun(str(folder / "train.py")), launch=fork_child, tries=tries).report()
+    assert [it for it in report.unknown if FAULT in it] == []
+    return report
 
 
 def report_on(script: str, folder: Path, tries: bool = False) -> dict:

@@ -16,6 +16,7 @@ from torch import nn
 from ampatch import AmpError
 from ampatch.__main__ import main
 from ampatch.apex.script import Script
+from ampatch.doctor.campaign import FAULT, Campaign
 from ampatch.doctor.child import edited
 from ampatch.doctor.fixes import (
     Bfloat16,
@@ -34,10 +35,12 @@ from ampatch.doctor.fixes import (
 )
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.precision import LoweredRates
+from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.remedies import bound_exponent, subtract_maximum, written
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
+from ampatch.doctor.silent.looks import Looks
 from ampatch.doctor.suspects import is_flat, learns_less
 from ampatch.doctor.text.mend import (
     Mend,
@@ -584,6 +587,18 @@ def test_what_learns_less_is_found_where_large_terms_cancel(tmp_path, offset, ki
         assert fault["tried"][0].startswith("the script trains")
         assert fault["remedies"][0].startswith("that function in float32")
         assert "in float32 it falls" in fault["facts"]["less"]
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("doctor_in_forks")
+@pytest.mark.parametrize("owner", [Looks, Trace])
+def test_a_fault_of_ours_costs_what_it_looks_for_and_not_the_report(tmp_path, monkeypatch, owner):
+    monkeypatch.setattr(owner, "after", lambda *_: {}["none"])
+    (tmp_path / "train.py").write_text(RATE)
+    report = Campaign(ScriptRun(str(tmp_path / "train.py"))).report()
+    assert [it for it in report.unknown if FAULT in it] == [f"{owner.about}: KeyError: 'none' ({FAULT})"]
+    assert bool(report.findings) == (owner is Looks)
+    assert bool(report.untraced) == (owner is Trace)
 
 
 CANCEL = """

@@ -59,6 +59,7 @@ WHY = {
     "drawn anew": "the same in float32 with other random numbers",
     "tried": "with advice",
 }
+FAULT = "a fault of ampatch, please report it"
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
 
 
@@ -328,6 +329,8 @@ class Campaign:
         if status and name != "tried":
             self.ended[name] = read_error(status, said)
         self.silent += seen.silent if name in ("watched", "traced") else []
+        failed = (f"{it} ({FAULT})" for it in seen.failed if name != "tried")
+        self.unknown += [it for it in failed if it not in self.unknown]
         return seen
 
 

@@ -38,6 +38,7 @@ class Seen:
     without_gpu: tuple[str, ...] = ()  # lines that turn on autocast for a GPU that is not there
     autocast: str | None = None  # the device for which torch.autocast was on, in a traced run
     oversized: tuple[str, ...] = ()  # layers that take or give in float32 what float16 cannot hold
+    failed: tuple[str, ...] = ()  # what could not be looked for by a fault of ours
     is_late: bool = False  # it was ended because it took too long
 
     @classmethod

@@ -112,6 +112,7 @@ class Clock(amp.Observer):
         self.is_made = False  # whether the optimizer was stepped in this attempt, and not only its scaler
         self._step: FrameType | None = None  # that runs
         self.scaler: amp.LossScaler | None = None
+        self.failed: dict[Instrument, str] = {}  # which looks no more, and its error
 
     @property
     def phase(self) -> str:
@@ -148,6 +149,16 @@ class Clock(amp.Observer):
         for name, method in vars(Instrument).items():
             if inspect.isfunction(method) and getattr(type(listener), name) is not method:
                 self._told[name].append(getattr(listener, name))
+
+    def ask(self, listener: Instrument, look: Callable[..., object], *given: object) -> object:
+        """Has a listener look; one that fails, by a fault of ours, looks no more, and the script goes on."""
+        try:
+            return look(*given)
+        except Exception as error:
+            self.failed[listener] = f"{type(error).__name__}: {error}"
+            for told in self._told.values():
+                told[:] = [it for it in told if it.__self__ is not listener]
+            return None
 
     def _tell(self, name: str, *given: object) -> None:
         for tell in self._told[name]:

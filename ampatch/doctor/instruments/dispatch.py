@@ -79,6 +79,7 @@ class Operation:
 class OperationInstrument(Instrument):
     """Looks at what a script calls, by `Operations`."""
 
+    about = ""  # what nobody knows if it fails
     looks_inside = False  # of functions that are `COMPOSITE`
     window: Collection[int] | None = None  # the attempts of interest, None: all
 
@@ -117,7 +118,7 @@ class Operations(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, name_of(func)
-        rules = [rule for rule in self._rules if rule.is_due(name)]
+        rules, ask = [it for it in self._rules if it.is_due(name)], self._clock.ask
         if not rules:
             return self._call(func, args, kwargs)
         if name in COMPOSITE and any(rule.looks_inside for rule in rules):
@@ -127,19 +128,21 @@ class Operations(TorchFunctionMode):
             return value  # a property that is no tensor
         operation = Operation.now(self._clock, name, func, args, kwargs)
         with quiet():
-            kept = [rule.before(operation) for rule in rules]
+            kept = [ask(rule, rule.before, operation) for rule in rules]
         try:
             result = self._call(func, args, kwargs)
         except RuntimeError as error:
             with quiet():
                 self._record(operation, operation.taken)
                 for rule in rules:
-                    rule.see_error(operation, error)
+                    ask(rule, rule.see_error, operation, error)
             raise
         with quiet():
             self._record(operation, operation.gives(result))
             for rule, each in zip(rules, kept, strict=True):
-                rule.after(operation, each)
+                ask(rule, rule.after, operation, each)
+            if self._clock.failed:
+                self._rules = [it for it in self._rules if it not in self._clock.failed]
             self._tape.put(operation.record, operation.given)
         return result
 
@@ -195,7 +198,7 @@ class Operations(TorchFunctionMode):
         with quiet():
             self._record(operation, given)
             for rule in rules:
-                rule.see_function(operation)
+                self._clock.ask(rule, rule.see_function, operation)
 
     def _go_back(self, apply: Callable[..., object], node: object, *args: object) -> object:
         """Shows what a backward of the script's own calls, at the place of its function."""

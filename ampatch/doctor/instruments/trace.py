@@ -49,7 +49,7 @@ from ampatch.doctor.instruments.values import (
 class Trace(OperationInstrument):
     """Watches the attempts in `window`, None: all; unless it `goes_on`, it ends after them and `last`."""
 
-    looks_inside = True
+    about, looks_inside = "which operation makes inf or NaN", True
 
     def __init__(
         self,

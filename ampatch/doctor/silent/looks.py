@@ -76,6 +76,8 @@ class Total:
 class Looks(OperationInstrument):
     """Looks at the operations of the first attempts, and of those in `window`, in forwards and losses."""
 
+    about = "what operations lose without a sign"
+
     def __init__(self, tape: Tape, notes: Notes, window: Collection[int], scaled: Scaled) -> None:
         super().__init__(tape)
         self._notes, self._scaled, self.window = notes, scaled, {*range(FIRST), *window}
