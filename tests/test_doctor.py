@@ -706,6 +706,7 @@ def test_suspects(words, suspects, collapse):
     ("words", "picked"),
     [
         ("gg+ogg+ogg+oggooo", (2, 5, 11, 12)),  # those from which on all break
+        ("gg+ogg+ogg+oggoogooo", (2, 5, 11, 12)),  # or most
         ("gg+ogg+ogg+ogg+ogg", (2, 5, 8, 11)),
         ("gg+ogg+ogg+ogg+ogg+ogg", (2, 5, 11, 14)),
         ("ooogg", (0, 1, 2)),

@@ -180,7 +180,7 @@ class Campaign:
 
         def explained(found: Sequence[Finding]) -> list[Finding]:
             keep = modules_to_keep(found, again.oversized) if survives else ()
-            own = {"halved": seen.halved, "has_scaler": has_scaler(seen.attempts)}
+            own = {"halved": seen.halved, "has_scaler": has_scaler(seen.attempts), "is_half": seen.is_half}
             facts = seen.growth | own
             facts |= {"up_to": again.attempts[-1].step} if survives and self.enough else {}
             more = {"float32_survives": survives, "keep": keep}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from ampatch import DynamicLossScale
@@ -120,10 +120,11 @@ class Bfloat16(Fix):
 
 @dataclass(frozen=True, slots=True)
 class Float32(Fix):
-    """float32 throughout: without `torch.autocast` for a device, or at O0."""
+    """float32 throughout: without `torch.autocast` for a device, or at O0; `is_last` if others were tried."""
 
     device: str | None
     has_scaler: bool = False
+    is_last: bool = field(default=False, compare=False)
 
     def change(self, run: ScriptRun) -> ScriptRun:
         return replace(run, level="O0", float32=True)
@@ -133,7 +134,7 @@ class Float32(Fix):
         if self.device is not None:
             how = f"torch.autocast({self.device!r}, enabled=False)"
             how += " and GradScaler(enabled=False)" if self.has_scaler else ""
-        return f"{how}: float32 throughout; nothing less that was tried was enough"
+        return f"{how}: float32 throughout" + "; nothing less that was tried was enough" * self.is_last
 
 
 @dataclass(frozen=True, slots=True)

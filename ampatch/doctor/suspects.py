@@ -75,14 +75,23 @@ def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
 
 
 def pick_suspects(attempts: Sequence[Attempt], suspects: Sequence[int], most: int) -> tuple[int, ...]:
-    """Returns some suspects: the first, and those from which on nothing goes well, or else the last.
+    """Returns some suspects: the first, and those from which on most steps break, or else the last.
 
     A loss scale that grows may be too large many times before a fault comes that stays.
     """
-    last = next((index for index in reversed(range(len(attempts))) if attempts[index].is_finite), -1)
-    late = [it for it in suspects if last < it < len(attempts)][:LATE] or sorted(suspects)[-LATE:]
+    onset = find_onset(attempts)
+    late = [it for it in suspects if onset <= it < len(attempts)][:LATE] or sorted(suspects)[-LATE:]
     first = [it for it in suspects if it not in late]
     return tuple(sorted(late + first[: most - len(late)]))
+
+
+def find_onset(attempts: Sequence[Attempt]) -> int:
+    """Returns the attempt from which on more break than not, by as many as from no other."""
+    onset, balance, most = len(attempts), 0, LATE
+    for index in reversed(range(len(attempts))):
+        balance += -1 if attempts[index].is_finite else 1
+        onset, most = (index, balance) if balance >= most else (onset, most)
+    return onset
 
 
 def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ampatch import AmpError
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Paste, Rank, Tried, join
+from ampatch.doctor.fixes import NOT_TRIED, Both, Fix, Float32, Paste, Rank, Tried, join
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.rules.remedies import leave_half, leave_own_half, take_bfloat16, take_finer
 from ampatch.doctor.rules.table import explain
@@ -84,7 +84,10 @@ class Trial:
         if self.outcome(order[0]).rank != Rank.TRAINS and (last := self._last(finding)):
             order.insert(not isinstance(last, Paste) and order[0] not in self.tried, last)
         tried = tuple(self.outcome(it).tried for it in order)
-        return replace(finding, remedies=tuple(order), tried=tried)
+        others = [came.rank for it, came in self.tried.items() if not isinstance(it, Float32)]
+        is_last = bool(others) and Rank.TRAINS not in others
+        said = (replace(it, is_last=is_last) if isinstance(it, Float32) else it for it in order)
+        return replace(finding, remedies=tuple(said), tried=tried)
 
     def _evidence(self, fix: Fix) -> tuple[object, ...]:
         """Returns what fixes are ordered by: of those that train the nearest to float32, then exact ones."""

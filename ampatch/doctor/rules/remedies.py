@@ -26,6 +26,7 @@ from ampatch.doctor.fixes import (
 from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.places import SHOWN
 from ampatch.doctor.instruments.tape import DOMAINS, EXPONENTIALS, MULTIPLY, NORMALIZERS, QUOTIENTS, SUMS
+from ampatch.doctor.instruments.values import HALF
 from ampatch.doctor.text.mend import (
     Mend,
     cast_source,
@@ -46,6 +47,7 @@ LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
 CLAMP = ".clamp(min={eps})"
 DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps is 1e-12 or 1e-8
 RANGE = ", whose range is that of float32"
+FUNCTIONS = ", which casts in functions alone"
 
 
 def pasted(title: str, change: Change | None, otherwise: str | None = None) -> Fix:
@@ -89,6 +91,14 @@ def paste_or(text: str) -> Remedy:
 def is_of_gradient(finding: Finding) -> bool:
     """Asks for a gradient that was compared with that of float32."""
     return "init_scale" in finding.facts
+
+
+def cast_functions(finding: Finding) -> Fix | None:
+    """Takes the level that casts in functions alone, where a model is half throughout."""
+    is_apt = finding.float32_survives and finding.facts.get("is_half") and finding.dtype in HALF
+    if not is_apt or finding.autocast or finding.facts.get("halved"):
+        return None
+    return OtherLevel("O4" if finding.dtype == "bfloat16" else "O1", FUNCTIONS)
 
 
 def start_scale(finding: Finding) -> Fix:
@@ -361,9 +371,7 @@ def sum_in_float32(finding: Finding) -> Fix | None:
 
 
 def cast_in_functions(finding: Finding) -> Fix:
-    return OtherLevel(
-        "O4" if finding.facts["dtype"] == "bfloat16" else "O1", ", which casts in functions alone"
-    )
+    return OtherLevel("O4" if finding.facts["dtype"] == "bfloat16" else "O1", FUNCTIONS)
 
 
 def cut_rate(text: str) -> Remedy:
@@ -456,6 +464,10 @@ def shown(line: str) -> str:
 STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
 NEAR_1 = (*DOMAINS, "log1p")
 EPS = {"float16": ("1e-4", "1e-3", "1e-3"), "bfloat16": ("1e-6", "1e-6", "1e-2")}  # STEEP, NEAR_1 last
+TINY = {
+    "float16": "; float16 makes 0 of what is below 3e-8, and 1 of 0.9998",
+    "bfloat16": "; bfloat16 makes 1 of 0.999",
+}
 INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.99"}  # of what a constant becomes
 
 
@@ -476,7 +488,7 @@ def words_for(finding: Finding) -> dict[str, object]:
         **{name: getattr(finding, name) for name in ("op", "kind", "parameter", "dtype")},
         "sample_of": "" if finding.sample is None else f"sample {finding.sample} of ",
         "limit": limit if is_of_size(finding) else "",
-        "tiny": "; float16 makes 0 of what is below 3e-8" if finding.dtype == "float16" else "",
+        "tiny": TINY.get(finding.dtype, ""),
         "made": made_by(finding),
         "constant": number(constant[0]),
         "becomes": constant[1],

@@ -21,6 +21,7 @@ def explain(finding: Finding) -> Finding:
     first = do.slow_down(finding) if is_of_size else None
     rows = [it for it in rule.remedies if not (first and it is do.lower_rate)]
     found = [first, *(Words(it.format(**words)) if isinstance(it, str) else it(finding) for it in rows)]
+    found += [] if finding.is_silent else [do.cast_functions(finding)]
     fixes = dict.fromkeys(it for it in found if it)
     remedies = tuple(sorted(fixes, key=lambda it: not it.is_exact)) or (Words(do.LOOK),)
     why = rule.why.format(**words)
