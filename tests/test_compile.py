@@ -24,7 +24,7 @@ from helpers import needs_torch
 from nets import sgd
 from patched import FULL, HALF, LEVELS, open_session
 
-pytestmark = pytest.mark.exhaustive(keep=2)  # of each test
+pytestmark = pytest.mark.exhaustive  # one case of each test in the short suite
 
 optimizer_module = sys.modules["torch.optim.optimizer"]
 THREAD = amp.session.session.SESSION.casts.thread
@@ -554,7 +554,6 @@ CALLS = [
 ]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("level", "backend"),
