@@ -32,6 +32,7 @@ def test_what_a_rank_kept_is_unscaled_once_if_masters_are_read_inside_the_block(
     run.step(BATCHES[0] + BATCHES[1])
 
 
+@pytest.mark.exhaustive(keep=12)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0, amp.DynamicLossScale(SCALE)], ids=str)
 @pytest.mark.parametrize("is_read", [False, True])
@@ -55,6 +56,7 @@ def test_a_plain_backward_adds_to_what_a_rank_kept(level, loss_scale, is_read, c
         run.step(BATCHES[0] + count * BATCHES[1] + BATCHES[2])
 
 
+@pytest.mark.exhaustive(keep=12)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0, amp.DynamicLossScale(SCALE)], ids=str)
 @pytest.mark.parametrize("is_read", [False, True])

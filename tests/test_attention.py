@@ -13,7 +13,7 @@ from patched import FULL, HALF, open_session
 
 # Of the samples here on purpose, and of nested tensors, which torch itself makes in evaluation.
 pytestmark = [
-    pytest.mark.exhaustive(keep=6),  # of each test
+    pytest.mark.exhaustive(keep=3),  # of each test
     pytest.mark.filterwarnings("ignore:Support for mismatched"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
 ]
@@ -86,7 +86,7 @@ def test_attention_takes_masks_of_any_type(given, mask):
 # ---- Evaluation, where torch has fast paths ----
 
 
-@pytest.mark.exhaustive(keep=8)
+@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize(
     ("masks", "mode"),
     [*((masks, "no_grad") for masks in MASKS), ("padding", "inference_mode"), ("padding", "frozen")],

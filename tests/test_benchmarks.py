@@ -108,6 +108,7 @@ def train(name, setting, mode, steps):
     return moved, before, after
 
 
+@pytest.mark.exhaustive(keep=6)
 @pytest.mark.parametrize("mode", [TRAIN, ACCUMULATE], ids=lambda mode: mode.name)
 @each_contender
 def test_a_contender_does_the_work_of_float32_and_leaves_torch_as_it_was(setting, name, mode, check_torch):
@@ -267,6 +268,7 @@ def test_the_command_that_made_a_result_stands_beside_it(path):
     assert json.loads(path.read_text())["schema"] == report.SCHEMA
 
 
+@pytest.mark.exhaustive(keep=0)
 def test_every_level_that_runs_here_is_opened_and_undone(monkeypatch):
     monkeypatch.setattr(opening, "LAYERS", 2)
     parts = list(opening.measure(Options(rounds=1, seconds=0.0), BF16))

@@ -10,7 +10,7 @@ import ampatch as amp
 from helpers import scaled_backward
 from nets import open_session
 
-pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+pytestmark = pytest.mark.exhaustive(keep=3)  # of each test
 
 LEVELS = pytest.mark.parametrize("level", ["O2", "O4"])
 PATCHED = pytest.mark.parametrize("level", ["O1"])

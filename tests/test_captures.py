@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import ampatch as amp
 
-pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+pytestmark = pytest.mark.exhaustive(keep=3)  # of each test
 
 INF = float("inf")
 WARM = 3
@@ -132,7 +132,7 @@ def test_a_step_that_is_captured_as_a_whole_skips_and_scales_as_eager_steps_do(l
     assert_as_eagerly(level, device, Training.step, Training.step, adam=adam, loss_scale=rule)
 
 
-@pytest.mark.exhaustive(keep=12)
+@pytest.mark.exhaustive(keep=6)
 @pytest.mark.parametrize("how", list(OPTIMIZERS))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clears", [False, True])

@@ -151,6 +151,7 @@ def run(path, dtypes):
     return str(result.dtype).removeprefix("torch.")
 
 
+@pytest.mark.exhaustive(keep=14)
 @pytest.mark.parametrize("opt_level", amp.OPT_LEVELS)
 @pytest.mark.parametrize("path", CALLS)
 def test_what_is_said_of_a_level_is_what_happens_there(path, opt_level):

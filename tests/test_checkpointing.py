@@ -120,6 +120,7 @@ CASES = {
 
 
 @shows("patterns-reversible")
+@pytest.mark.exhaustive(keep=9)
 @LEVELS
 @REENTRANT
 @pytest.mark.parametrize("name", CASES)

@@ -83,7 +83,7 @@ def test_without_a_command_the_help_is_printed_which_lists_every_command(capsys)
     assert all(command.name in bare for command in COMMANDS)
 
 
-@pytest.mark.process(keep=1)
+@pytest.mark.process
 def test_python_m_ampatch_is_the_command_line():
     command = [sys.executable, "-m", "ampatch", "sweep", "absent.py"]
     done = subprocess.run(command, capture_output=True, text=True)

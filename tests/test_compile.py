@@ -24,7 +24,7 @@ from helpers import needs_torch
 from nets import sgd
 from patched import FULL, HALF, LEVELS, open_session
 
-pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+pytestmark = pytest.mark.exhaustive  # one case of each test in the short suite
 
 optimizer_module = sys.modules["torch.optim.optimizer"]
 THREAD = amp.session.session.SESSION.casts.thread
@@ -235,7 +235,6 @@ def torch_tells(test):
 
 
 @torch_tells
-@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("part", ["compile_step", "compile_all"])
 def test_a_compiled_step_breaks_the_graph_and_is_right(part, level):
@@ -483,7 +482,6 @@ def test_dynamo_may_make_its_tables_again_while_torch_is_patched():
     assert_equal(called(A.to(HALF)), uncast)
 
 
-@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("level", ["O1", "O3", "O5"])
 @pytest.mark.parametrize("is_given", [False, True], ids=["compiled", "compiled and given"])
 def test_a_model_compiled_before_initialize_casts_after_it_and_not_after_uninitialize(level, is_given):
@@ -556,7 +554,6 @@ CALLS = [
 ]
 
 
-@pytest.mark.exhaustive(keep=3)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("level", "backend"),

@@ -13,7 +13,7 @@ import ampatch as amp
 from ampatch.apex import amp as apex_amp
 from nets import EVERY_LEVEL, HALVES, MASTERED, X, assert_same_state, clone_state
 
-pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+pytestmark = pytest.mark.exhaustive(keep=3)  # of each test
 
 
 class Net(nn.Module):
@@ -161,7 +161,7 @@ FOLDS = {
 MODULES = [pytest.param(amp, id="native"), pytest.param(apex_amp, id="drop-in")]
 
 
-@pytest.mark.exhaustive(keep=16)
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
 @pytest.mark.parametrize("level", ["O0", "O2", "O4"])

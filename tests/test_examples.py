@@ -200,6 +200,7 @@ def test_the_doctor_finds_what_breaks_in_an_example(name):
     assert report.runs == 3
 
 
+@pytest.mark.exhaustive(keep=0)
 def test_accumulation_clips_half_gradients_as_well(run):
     check_accumulation(run("accumulation", "O3"))
 

@@ -122,6 +122,7 @@ def train_by_torchao(model, recipe, names):
     return losses
 
 
+@pytest.mark.exhaustive(keep=2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("build", "names"),
@@ -367,6 +368,7 @@ def test_what_is_put_on_top_of_a_layer_stays_when_it_is_a_linear_layer_again():
 # ---- Checkpoints, copies, compilers, ranks ----
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_goes_on_to_the_same_bits_and_checkpoints_are_those_of_O4(recipe):
     whole = train(*open_model(make_mlp(), optimizer=torch.optim.AdamW, float8_recipe=recipe), steps=range(6))
@@ -480,6 +482,7 @@ USES = {
 }
 
 
+@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("use", USES)
 def test_a_use_that_O4_knows_works_at_O6_and_is_near(use):
     results = []

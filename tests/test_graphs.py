@@ -57,6 +57,7 @@ def x_of(rows=2):
 # ---- torch.export ----
 
 
+@pytest.mark.exhaustive(keep=2)
 @strict
 @pytest.mark.parametrize("level", ["O0", "O2", "O4"])
 def test_an_exported_model_computes_what_the_model_does(level, strict):

@@ -258,6 +258,7 @@ MENDED = [row for row in (*NAMES, *PATTERNS) if row.is_mended]
 every_row = pytest.mark.parametrize("row", [*NAMES, *PATTERNS], ids=lambda row: row.name)
 
 
+@pytest.mark.exhaustive(keep=60)
 @every_row
 def test_what_a_row_says_breaks_today_and_is_mended_if_it_says_so(row, die):
     due = is_due(row)
@@ -283,6 +284,7 @@ def test_the_option_is_named_to_a_script_that_dies_of_a_row_and_says_what_it_men
     assert row.remedy in said
 
 
+@pytest.mark.exhaustive(keep=60)
 @every_row
 def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys):
     if not is_due(row) and row.name != "CUDA":

@@ -122,7 +122,7 @@ RUNS = {
 }
 
 
-@pytest.mark.exhaustive(keep=10)
+@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("write", [custom_op, kernel_of_a_device, impl, composite, triton_op])
 @pytest.mark.parametrize("run", RUNS)

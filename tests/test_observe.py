@@ -198,6 +198,7 @@ def test_an_override_of_what_initialize_does_not_take_is_refused():
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.exhaustive(keep=2)
 @pytest.mark.parametrize("level", amp.OPT_LEVELS)
 def test_the_engine_trains_to_the_same_bits_with_each_listener_taken_out_and_with_none(level):
     def run():

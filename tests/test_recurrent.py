@@ -17,7 +17,7 @@ from nets import sgd
 from patched import FULL, HALF, LEVELS, backward, full, half, open_session
 
 pytestmark = [
-    pytest.mark.exhaustive(keep=6),  # of each test
+    pytest.mark.exhaustive(keep=3),  # of each test
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
 ]
 
@@ -90,7 +90,7 @@ def leaves_of(output):
     return [output.data if isinstance(output, PackedSequence) else output, *leaves(state)]
 
 
-@pytest.mark.exhaustive(keep=24)
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize(
     ("name", "inputs"),
     [pair for pair in itertools.product(VARIANTS, INPUTS) if pair[0] == "lstm" or "no state" in pair[1]],

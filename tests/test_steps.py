@@ -44,7 +44,7 @@ def fill_free_memory():
 
 
 @shows("scale-defect-first-skip")
-@pytest.mark.exhaustive(keep=12)
+@pytest.mark.exhaustive(keep=6)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
 def test_a_first_step_that_is_skipped_leaves_no_trace_in_what_follows(variant, level):
@@ -104,6 +104,7 @@ STEPS = {
 
 
 @shows("scale-defect-closure", "never-closures")
+@pytest.mark.exhaustive(keep=8)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("way", STEPS)
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ LEVELS = {"O1": torch.float16, "O5": torch.bfloat16}
 # Torch compiles the rules of some operations with TorchScript when forward-mode AD first needs them, and
 # attention on a CPU has no rule for vmap, which then goes through the batch one by one.
 pytestmark = [
-    pytest.mark.exhaustive(keep=6),  # of each test
+    pytest.mark.exhaustive(keep=3),  # of each test
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
@@ -96,7 +96,7 @@ FORWARD_MODE = {
 PAIRS = [(name, transform) for transform in {**TRANSFORMS, **FORWARD_MODE} for name in MODELS]
 
 
-@pytest.mark.exhaustive(keep=24)
+@pytest.mark.exhaustive(keep=12)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("name", "transform"), [pair for pair in PAIRS if pair[0] != "attention" or pair[1] in TRANSFORMS]
