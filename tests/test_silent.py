@@ -156,6 +156,16 @@ for step in range(4):
     loss.backward()
     optimizer.step()
 """
+CLOSURE = """
+for step in range(4):
+    x = torch.randn(4, 8)
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+"""
 INSIDE = (
     HEAD
     + """
@@ -517,6 +527,7 @@ SOUND = {
         + STEP
         + "\nheld = [it.mean() for it in held]"
     ),
+    "a closure": HEAD + CLOSURE,
     "a short sum": native(STEP, attention("out = q @ (k.transpose(-2, -1) @ v) / n", 1)),
 }
 

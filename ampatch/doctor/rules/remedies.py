@@ -115,7 +115,8 @@ def start_scale(finding: Finding) -> Fix:
 
 def take_bfloat16(finding: Finding) -> Fix | None:
     """Takes the half type that has float32's range."""
-    if not finding.float32_survives or "bfloat16" in (finding.dtype, finding.facts.get("half")):
+    types = finding.dtype, finding.facts.get("half"), finding.facts.get("dtype")
+    if not finding.float32_survives or "bfloat16" in types:
         return None
     if where := finding.facts.get("halved"):
         text = ", whose range is that of float32"
@@ -148,7 +149,8 @@ def keep_makers(finding: Finding) -> Fix | None:
 
 def take_finer(finding: Finding) -> Fix | None:
     """Takes float16 in the place of bfloat16, which is eight times as fine."""
-    is_apt = finding.dtype == "bfloat16" and not finding.autocast and not finding.facts.get("halved")
+    is_coarse = "bfloat16" in (finding.dtype, finding.facts.get("dtype"))
+    is_apt = is_coarse and not (finding.autocast or finding.facts.get("halved"))
     return OtherLevel("O1", " (float16), which rounds eight times as finely") if is_apt else None
 
 

@@ -159,7 +159,8 @@ class Scaled(Instrument, amp.Observer):
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Looks at what is about to be stepped."""
         self._longest, self._waiting = max(self._longest, self._waiting), 0
-        self._look_at_gradients(optimizer)
+        if not self.clock.has_closure:  # which makes others
+            self._look_at_gradients(optimizer)
         if self._penalty is not None:
             self._tell("scaled_penalty", "grad", self._penalty, "loss")
             self._penalty = None
