@@ -133,7 +133,7 @@ for step in range(24):
 @pytest.mark.parametrize(
     ("text", "mark", "op", "fix"),
     [
-        (OWN_HALF, "# CAST", "to", "write torch.bfloat16 in the place of half, at"),
+        (OWN_HALF, "# CAST", "to", "write torch.bfloat16 in the place of float16, at"),
         (OWN_CAST, "# LOG", "log", "write 1e-4 in the place of 1e-8"),
     ],
 )

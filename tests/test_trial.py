@@ -35,9 +35,10 @@ from ampatch.doctor.fixes import (
 )
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.precision import LoweredRates
+from ampatch.doctor.instruments.tape import is_cured_by_scale
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.rules.remedies import bound_exponent, subtract_maximum, written
+from ampatch.doctor.rules.remedies import bound_exponent, own_type, subtract_maximum, written
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.silent.looks import Looks
@@ -249,6 +250,21 @@ def test_an_exponent_that_float32_cannot_hold_is_bounded(tmp_path):
     assert bound_exponent(replace(finding, float32_survives=True)) is None
 
 
+def test_another_type_is_said_as_it_is_written(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text("model = Net().half()\nx = x.to(torch.half)\n")
+    said = (
+        f"write .float() in the place of .half(), at {path}:1, and write torch.float32 in the place of half"
+    )
+    assert str(own_type([f"{path}:1"], "float32", "")) == f"{said}, at {path}:2"
+
+
+def test_a_gradient_is_asked_whether_it_fits_where_the_scale_has_fallen_to_0():
+    x = torch.ones(2, requires_grad=True)
+    node = (x * 3).grad_fn
+    assert is_cured_by_scale(node, (torch.tensor([torch.finfo(torch.float32).max / 2, 1.0]),), 0.0)
+
+
 @pytest.mark.parametrize(
     ("made", "written", "mended"),
     [
@@ -418,6 +434,14 @@ def test_a_run_that_begins_late_for_its_scale_is_measured_where_it_ends():
     assert said[order.index("O1")] == f"all stays finite, but {steps}"
     soon = Seen((*searching[:2], *trained, *trained[-2:]), False, False, ())  # as the search of any script
     assert order_of([soon], again=there)[1][0] == TRAINS.replace("80%", "75%")
+
+
+@pytest.mark.parametrize(
+    ("broken", "first"), [([], None), ([8], None), ([8, 9], 8), ([8, 14], None), ([13, 14], 13)]
+)
+def test_one_step_that_is_skipped_is_not_the_fault_that_lasts(broken, first):
+    attempts = scaled(GOOD_SCALE, broken)
+    assert find_break(attempts, scaled(GOOD_SCALE[:8], []), lasts=True) == first
 
 
 def test_what_changes_what_half_holds_as_well_does_not_end_the_search():

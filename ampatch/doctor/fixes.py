@@ -9,6 +9,7 @@ from ampatch import DynamicLossScale
 from ampatch.doctor.run import ScriptRun
 from ampatch.doctor.text.source import PASTED, Change, meets
 
+LARGEST_SCALE = 24  # as a power of two: more are not looked at
 PARTS = {10: "tenth", 100: "hundredth"}
 
 
@@ -173,7 +174,8 @@ class StartScale(Fix):
         how = f"start with torch.amp.GradScaler({self.device!r}, {start})"
         if self.device is None:
             how = f"give initialize loss_scale=amp.DynamicLossScale({start})"
-        return f"{how}: the largest scale at which nothing overflows here"
+        largest = "the largest scale" if self.power < LARGEST_SCALE else "a scale"
+        return f"{how}: {largest} at which nothing overflows here"
 
 
 @dataclass(frozen=True, slots=True)

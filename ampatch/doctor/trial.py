@@ -165,8 +165,9 @@ class Trial:
 
     def _judge(self, seen: Seen) -> TriedFix:
         """Says whether a run trains."""
-        attempts = seen.attempts[: self.wanted]
-        if (first := find_break(attempts, self.seen.attempts[: self.fault])) is not None:
+        attempts, lasting = seen.attempts[: self.wanted], self.seen.attempts[self.fault + 1 : self.fault + 2]
+        lasts = any(not it.is_finite for it in lasting)
+        if (first := find_break(attempts, self.seen.attempts[: self.fault], lasts)) is not None:
             return TriedFix(Tried(Rank.BREAKS, f"it breaks again, at step {attempts[first].step}"), seen)
         if seen.is_late:
             return TriedFix(
@@ -211,22 +212,23 @@ def said_of_fall(fall: float) -> str:
     return "falls below 0" if fall > 1 else f"{'falls' if fall > 0 else 'rises'} by {abs(fall):.0%}"
 
 
-def find_break(attempts: Sequence[Attempt], before: Sequence[Attempt]) -> int | None:
+def find_break(attempts: Sequence[Attempt], before: Sequence[Attempt], lasts: bool = False) -> int | None:
     """Returns the first attempt that broke, but for the search of a loss scale.
 
     At the fault nothing may break. In the last quarter a scale that was good may be too large as often as in
-    the script as it is, `before` its fault.
+    the script as it is, `before` its fault. A fault that `lasts` breaks more than one step.
     """
     search, fault, late = find_untried(attempts), len(before), len(attempts) - len(attempts) // 4
     broken = [index for index, it in enumerate(attempts) if not it.is_finite]
     for index in broken:
         it = attempts[index]
         is_search = it.is_dynamic and it.weights and index in search
-        if not is_search and (not is_skip(it) or index == fault > 0):
+        is_fault = index == fault > 0 and not (lasts and index + 1 not in broken)
+        if not is_search and (is_fault or not is_skip(it)):
             return index
     usual = [it for index, it in enumerate(before) if is_skip(it) and index not in find_untried(before)]
     again = [index for index in broken if index >= late and index not in search]
-    if len(again) > len(usual):
+    if len(again) > len(usual) + lasts:
         return again[0]
     return broken[0] if broken and is_collapse(attempts) else None
 

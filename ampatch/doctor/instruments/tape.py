@@ -293,7 +293,7 @@ def is_cured_by_scale(node: Callable[..., object], taken: tuple, scale: float) -
     name: does it multiply gradients by what was finite in the forward?
     """
     try:
-        factor = min(SMALLER, SMALL / scale)
+        factor = min(SMALLER, SMALL / scale) if scale else SMALLER  # one that has fallen to 0
         smaller = [None if tensor is None else tensor * factor for tensor in taken]
         function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function
         again = node(*smaller) if function is None else function.backward(node, *smaller)

@@ -127,10 +127,15 @@ def take_bfloat16(finding: Finding) -> Fix | None:
 def own_type(lines: Sequence[str], dtype: str, why: str) -> Fix | None:
     """Writes another type where a script itself makes a model half: in all of the file of the first line."""
     changes = retyped(lines[0], dtype)
-    at = " and ".join(shown(it.where) for it in changes)
-    found = (re.search("bfloat16|float16|half", lines_on_disk(it.file)[it.first - 1]) for it in changes)
-    old = " and ".join(dict.fromkeys(it.group() for it in found if it))
-    title = f"write torch.{dtype} in the place of {old or 'half'}, at {at}{why}"
+    places: dict[str, list[str]] = {}  # by what is written there
+    for it in changes:
+        found = re.search(r"(torch)?\.(bfloat16|float16|half)\b(\(\))?", lines_on_disk(it.file)[it.first - 1])
+        is_method = bool(found and found[3] and not found[1])
+        old = found[2] if found else "half"
+        new = f".{dtype.removesuffix('32')}()" if is_method else f"torch.{dtype}"
+        said = f"write {new} in the place of {'.' * is_method}{old}{'()' * is_method}"
+        places.setdefault(said, []).append(shown(it.where))
+    title = ", and ".join(f"{said}, at {' and '.join(at)}" for said, at in places.items()) + why
     return Paste(title, changes, False) if changes else None
 
 

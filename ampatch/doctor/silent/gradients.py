@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import ampatch as amp
 from ampatch.doctor.finding import Finding
+from ampatch.doctor.fixes import LARGEST_SCALE
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.places import device_of, user_line
 from ampatch.doctor.instruments.tape import Enough
@@ -24,7 +25,6 @@ from ampatch.doctor.suspects import is_sample
 SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
 NORMAL = 2.0**-14  # the smallest that float16 holds with all of its digits
 LARGEST = 65504.0
-LARGEST_SCALE = 24  # as a power of two
 SUSPECT = 0.05  # of a gradient is subnormal
 LOST = 0.1  # of a gradient is zero or far off, and is not in float32
 COARSE = 0.25  # of what float32 has is far off
