@@ -1,5 +1,6 @@
 """What the doctor tries: advice that it follows to the letter, and which comes first then."""
 
+import ast
 import dis
 import json
 import linecache
@@ -35,6 +36,7 @@ from ampatch.doctor.fixes import (
 )
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.precision import LoweredRates
+from ampatch.doctor.instruments.region import cast_back
 from ampatch.doctor.instruments.tape import is_cured_by_scale
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Attempt
@@ -51,7 +53,7 @@ from ampatch.doctor.text.mend import (
     normalized_source,
     target_source,
 )
-from ampatch.doctor.text.source import Change, changed_texts, line_before, read
+from ampatch.doctor.text.source import Change, changed_texts, line_before, read, statement_of
 from ampatch.doctor.trial import Trial, find_break, find_what_learns
 from ampatch.doctor.words import describe_finding
 from doctor_samples import sample_finding
@@ -248,6 +250,24 @@ def test_an_exponent_that_float32_cannot_hold_is_bounded(tmp_path):
     finding = sample_finding(op="exp", where=f"{tmp_path}/net.py:1", float32_survives=False)
     assert str(bound_exponent(finding)).endswith("y = torch.exp((2 * torch.tanh((a - b) / 2))) * c")
     assert bound_exponent(replace(finding, float32_survives=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "back"),
+    [
+        ("y = a * b + 1", "y = (a.float() * b.float() + 1).to(a.dtype)"),
+        ("y = (a /\n     b)", "y = ((a.float() /\n     b.float()).to(a.dtype))"),
+        ("y = a, b", None),
+        ("y[0] = a", None),
+        ("y = 1", None),
+    ],
+)
+def test_what_a_part_of_a_half_model_computes_is_cast_back(tmp_path, line, back):
+    (tmp_path / "net.py").write_text(line)
+    source, statement = statement_of(f"{tmp_path}/net.py:1")
+    taken = [it for it in ast.walk(statement) if isinstance(it, ast.Name) and it.id in "ab"]
+    edits = cast_back(source, statement, [(source.end(it), ".float()", 0) for it in taken], taken)
+    assert (source.edited(statement, edits).lines if edits else None) == (back and tuple(back.split("\n")))
 
 
 def test_another_type_is_said_as_it_is_written(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from textwrap import indent
 from types import FrameType
@@ -28,8 +28,8 @@ def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
 
     Its half tensors are cast, and casts are off: those of `torch.autocast` for a device, or ours. A function
     that uses no model is put into float32 as a whole, for what follows there as well. Of statements that
-    call modules those are left alone whose modules have parts, and in a half model, as its `parameters` tell,
-    all but what that returns.
+    call modules those are left alone whose modules have parts. In a half model, as its `parameters` tell,
+    only what that returns stays float32: what a part of it computes is cast back.
     """
     frame, source, statement = statement_here()
     if frame is None or statement is None:
@@ -46,11 +46,13 @@ def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
     if called and (in_half or not casts or any([*it.children()] for it in called)):
         return None
     is_last = isinstance(statement, ast.Return) or name_of_reduction(statement) in ("mean", "sum")
-    if in_half and (not is_last or (place and place.module)):
+    is_part = not casts and bool(place and place.module)
+    if in_half and not (is_last or is_part):
         return None
-    edits: list[Edit] = [
-        (source.end(it), ".float()", 0) for it in tensors_in_statement(statement, frame, is_half_tensor)
-    ]
+    taken = list(tensors_in_statement(statement, frame, is_half_tensor))
+    edits: list[Edit] = [(source.end(it), ".float()", 0) for it in taken]
+    if is_part:
+        edits = cast_back(source, statement, edits, taken)
     if casts and not in_half:  # no casts of functions are on in a half model
         inside = indent("\n".join(source.text_of(statement, edits)), "    ").split("\n")
         change = source.replaced(statement, (*casts[2], f"with {casts[0]}:", *inside))
@@ -59,6 +61,20 @@ def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
     else:
         return None
     return Paste(STATEMENT, (change,))
+
+
+def cast_back(
+    source: Source, statement: ast.stmt, edits: Sequence[Edit], taken: Sequence[ast.expr]
+) -> list[Edit]:
+    """Returns edits of a statement, and a cast of what it gives to the type of what it takes; or none."""
+    value = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
+    is_name = not isinstance(statement, ast.Assign) or isinstance(statement.targets[0], ast.Name)
+    if not taken or value is None or not is_name or isinstance(value, (ast.Tuple, ast.List, ast.Dict)):
+        return []
+    end = source.end(value)
+    last = "".join(new for at, new, _ in edits if at == end)
+    inside = [it for it in edits if it[0] != end]
+    return [*inside, (source.begin(value), "(", 0), (end, f"{last}).to({ast.unparse(taken[0])}.dtype)", 0)]
 
 
 def statement_here() -> tuple[FrameType | None, Source, ast.stmt | None]:
