@@ -138,8 +138,9 @@ class Campaign:
         attempts = seen.attempts
         own = {"halved": seen.halved, "has_scaler": has_scaler(attempts)}
         faults = [replace(it, facts=own | it.facts) for it in self.silent]
-        is_due = self.tries and len(attempts) >= FEWEST and not (findings or self.ended)
-        less = functools.cache(lambda: self._said_of_less(attempts) if is_due else "")
+        is_due = self.tries and bool(attempts) and not (findings or self.ended)
+        is_long = is_due and len(attempts) >= FEWEST
+        less = functools.cache(lambda: self._said_of_less(attempts) if is_long else "")
         silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), lambda: bool(less())))
         if silent and less():
             silent = (replace(silent[0], facts=silent[0].facts | {"less": less()}), *silent[1:])

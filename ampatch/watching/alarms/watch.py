@@ -116,10 +116,13 @@ class FollowedCall:
     limits: Alarms | None
     folder: Path | None
     post_mortems: int = 0  # that were written
-    # What the last forward was given of each model that is still there.
-    forwards: weakref.WeakKeyDictionary[Module, LastForward] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    # The models, each with what its last forward was given, which goes with the hook that holds it.
+    forwards: list[tuple[weakref.ref[Module], weakref.ref[LastForward]]] = field(default_factory=list)
+
+    def live_forwards(self) -> dict[Module, LastForward]:
+        """The models that are still there, each with what its last forward was given."""
+        pairs = [(model(), forward()) for model, forward in self.forwards]
+        return {model: forward for model, forward in pairs if model is not None and forward is not None}
 
 
 @dataclass(slots=True, eq=False)
@@ -248,7 +251,7 @@ class AlarmWatch(SessionListener):
         for model in select_python(opening.request.models):
             forward = LastForward()
             opening.call.undo.callback(model.register_forward_pre_hook(forward, with_kwargs=True).remove)
-            followed.forwards[model] = forward
+            followed.forwards.append((weakref.ref(model), weakref.ref(forward)))
             params = set(model.parameters())
             for amp in opening.amps:
                 if not params.isdisjoint(amp.masters.model_params()):
@@ -398,7 +401,7 @@ class AlarmWatch(SessionListener):
         facts = {name: getattr(alarm, name) for name in ("kind", "loss_id", "step", "scale", "message")}
         facts["steps_later"] = record.begun - 1 - alarm.step  # batch and weights are those of a later step
         history, policy = record.ring.history(), followed.call.policy
-        gather = functools.partial(pack, facts, history, policy, followed.forwards)
+        gather = functools.partial(pack, facts, history, policy, followed.live_forwards())
         return write(followed.folder, rank or 0, gather)
 
 
