@@ -1,6 +1,7 @@
 """What training leaves on disk when it breaks, and how it is opened."""
 
 import errno
+import gc
 import operator
 import os
 import pickle
@@ -101,6 +102,21 @@ def test_a_file_holds_the_step_at_which_a_loss_broke(tmp_path, level):
     assert [facts["name"] for facts in model["weights"]] == ["out.weight", "out.bias"]
     assert model["weights"][0]["largest"] == pytest.approx(run.model.out.weight.max().item())
     assert all(facts["nan"] for facts in model["gradients"])
+
+
+def test_a_batch_is_kept_no_longer_than_its_session(tmp_path):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0, post_mortem=tmp_path)
+    model(torch.randn(2, 4))
+    assert count_forwards() == 1
+    amp.uninitialize()
+    assert count_forwards() == 0
+
+
+def count_forwards():
+    gc.collect()
+    return sum(isinstance(it, LastForward) for it in gc.get_objects())
 
 
 def test_the_step_of_another_model_leaves_the_batch_to_the_one_that_breaks(tmp_path):
