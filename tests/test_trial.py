@@ -472,6 +472,15 @@ def test_what_changes_what_half_holds_as_well_does_not_end_the_search():
     assert found.remedies == fixes[::-1]
 
 
+def test_what_computes_the_same_may_learn_more_than_float32():
+    more = seen(*[2.0] * 4, *[0.1] * 12)
+    exact, clamp = OtherLevel("O4"), Paste("clamp", (Change("a.py", 1, 1, ("x",)),), is_exact=False)
+    start = lambda _, run: more if run.level or run.changes else GOOD
+    for first, second in ((exact, clamp), (clamp, exact)):
+        trial = Trial(start, lambda *_: (), ScriptRun("train.py"), BAD, GOOD)
+        assert trial.order(sample_finding(step=1, remedies=(first, second))).remedies[0] == exact
+
+
 def scaled(scales, broken):
     return [Attempt(step, float(it), True, gradients=step not in broken) for step, it in enumerate(scales)]
 

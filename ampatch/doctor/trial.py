@@ -40,7 +40,7 @@ class TriedFix:
 
     tried: Tried = NOT_TRIED
     seen: Seen | None = None
-    gap: float = 0.0  # between how much the loss falls and how much in float32, above `NEAR`
+    gap: float = 0.0  # by how much more the loss falls than in float32, or less, if by more than `NEAR`
 
     @property
     def rank(self) -> Rank:
@@ -77,7 +77,7 @@ class Trial:
             is_due = len(self.tried) < MOST_TRIED and self.can_afford()
             if is_due and fix.change(self.run) is not None:
                 self.tried[fix] = self._try(fix)
-                if self.tried[fix].rank == Rank.TRAINS and fix.is_exact and not self.tried[fix].gap:
+                if self.tried[fix].rank == Rank.TRAINS and fix.is_exact and self.tried[fix].gap >= 0:
                     break
         more = self._join(finding) if {it.rank for it in self.tried.values()} == {Rank.BREAKS} else ()
         order = sorted([*more, *finding.remedies], key=self._evidence)
@@ -92,7 +92,9 @@ class Trial:
     def _evidence(self, fix: Fix) -> tuple[object, ...]:
         """Returns what fixes are ordered by: of those that train the nearest to float32, then exact ones."""
         outcome = self.outcome(fix)
-        return outcome.rank, outcome.gap, outcome.rank == Rank.TRAINS and not fix.is_exact
+        # A loss of other numbers, as of what is clamped, may fall more and mean nothing.
+        distance = -min(outcome.gap, 0.0) if fix.is_exact else abs(outcome.gap)
+        return outcome.rank, distance, outcome.rank == Rank.TRAINS and not fix.is_exact
 
     def outcome(self, fix: Fix) -> TriedFix:
         return self.tried.get(fix, TriedFix())
@@ -184,9 +186,9 @@ class Trial:
         is_less = self.is_strict and learns_less(attempts, self.again.attempts[: self.wanted])
         if fall >= need and not is_less:
             so_far = f" for {self.wanted} steps" if self.wanted < len(self.seen.attempts) else ""
-            gap = abs(fall - best) if there else 0.0
+            gap = fall - best if there else 0.0
             tried = Tried(Rank.TRAINS, f"the script trains{so_far}, its {loss}")
-            return TriedFix(tried, seen, gap if gap > NEAR else 0.0)
+            return TriedFix(tried, seen, gap if abs(gap) > NEAR else 0.0)
         return TriedFix(Tried(Rank.UNTRIED, f"all stays finite, but the {loss}"), seen)
 
     def _find_lateness(self, attempts: Sequence[Attempt]) -> str:

@@ -19,6 +19,7 @@ from ampatch.doctor.instruments.values import is_finite
 from ampatch.doctor.text.source import Change, Edit, Lines, Source, place_of, read, statement_of
 
 STATEMENT = "that statement alone in float32"
+CAST_BACK = "that statement in float32, and what it gives cast back"
 FUNCTION = "that function in float32, by what stands above it here"
 Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cast as well, what to import
 
@@ -60,7 +61,7 @@ def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
         change = source.edited(statement, edits)
     else:
         return None
-    return Paste(STATEMENT, (change,))
+    return Paste(CAST_BACK if is_part else STATEMENT, (change,))
 
 
 def cast_back(

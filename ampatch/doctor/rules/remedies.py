@@ -25,6 +25,7 @@ from ampatch.doctor.fixes import (
 )
 from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.places import SHOWN
+from ampatch.doctor.instruments.region import CAST_BACK
 from ampatch.doctor.instruments.tape import DOMAINS, EXPONENTIALS, MULTIPLY, NORMALIZERS, QUOTIENTS, SUMS
 from ampatch.doctor.instruments.values import HALF
 from ampatch.doctor.text.mend import (
@@ -79,8 +80,9 @@ def keep_buffer(finding: Finding) -> Fix | None:
 
 
 def paste(finding: Finding) -> Fix | None:
-    """Has the statement run in float32, or the function that it is in."""
-    return finding.region if finding.float32_survives else None
+    """Has the statement run in float32, or the function that it is in; an inf would be cast back to one."""
+    is_void = finding.kind == "inf" and finding.region and finding.region.title == CAST_BACK
+    return finding.region if finding.float32_survives and not is_void else None
 
 
 def paste_or(text: str) -> Remedy:
