@@ -340,7 +340,7 @@ def run_random(seed):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("first", range(0, 100, 20))
+@pytest.mark.parametrize("first", range(0, 200, 20))
 def test_undo_is_exact_over_random_programs(first):
     for seed in range(first, first + 20):
         run_random(seed)

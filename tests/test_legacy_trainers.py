@@ -126,8 +126,7 @@ CLEAN = 92.5
 
 def test_adversarial_training_makes_a_classifier_robust(folder):
     options = [*EPOCHS, "--loss-scale", "dynamic", "--master-weights"]
-    # At O5, whose products a CPU takes a tenth of the time for.
-    printed = ampatch_run("adversarial", *options, folder=folder, level="O5")
+    printed = ampatch_run("adversarial", *options, folder=folder)
     # verbosity=False: no banner, at no level.
     assert "Selected optimization level" not in printed
     clean, robust = numbers(r"Test Acc ([\d.]+) PGD Acc ([\d.]+)", printed)

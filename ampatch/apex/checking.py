@@ -46,6 +46,7 @@ MAKES_BYTES = re.compile(rb"\.byte\(\)|torch\.uint8|ByteTensor")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `ampatch check` accepts."""
     parser.add_argument(
         "paths", metavar="PATH", nargs="+", help="a script (and what it imports from its folder), or a folder"
     )

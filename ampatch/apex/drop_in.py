@@ -204,6 +204,7 @@ def find_fault(spec: ModuleSpec) -> str | None:
 
 
 def is_real_installed() -> bool:
+    """Whether there is an apex of NVIDIA's to import."""
     spec = find_elsewhere("apex", None)
     return spec is not None and is_nvidias(spec)
 
@@ -442,6 +443,7 @@ def is_import() -> bool:
 
 
 def distributions_elsewhere() -> Iterator[Distribution]:
+    """Yields the distributions called apex that are installed."""
     context = DistributionFinder.Context(name="apex")
     for finder in sys.meta_path:
         if hasattr(finder, "find_distributions") and not isinstance(finder, ApexFinder):

@@ -98,6 +98,7 @@ class CpuMode(TorchFunctionMode):
 
 
 def start_mapped(start: Callable, /, thread: Thread) -> None:
+    """Starts a thread that maps devices, too."""
     thread.run = wrap(thread.run, run_mapped)  # type: ignore[method-assign]
     start(thread)
 
@@ -116,11 +117,13 @@ def answer_scripts(function: Callable, answer: Callable, /, *args: object, **kwa
 def change_arguments(
     function: Callable, change: Callable[[str, object], object], /, *args: object, **kwargs: object
 ) -> object:
+    """Calls a function whose keyword arguments, and the first one, are changed."""
     args = (change("", args[0]), *args[1:]) if args else args
     return function(*args, **{name: change(name, value) for name, value in kwargs.items()})
 
 
 def to_gloo(name: str, value: object) -> object:
+    """Returns gloo for the backend of GPUs, and None for a GPU."""
     if name == "device_id":
         return None
     return "gloo" if name in ("", "backend") and isinstance(value, str) and "nccl" in value else value

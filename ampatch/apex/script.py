@@ -247,6 +247,7 @@ def can_be_found(name: str) -> bool:
 
 
 def find_on(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Asks the finders of sys.meta_path, one after the other."""
     specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
     return next((spec for spec in specs if spec is not None), None)
 

@@ -70,6 +70,7 @@ class CastState:
         return "CASTS"
 
     def get_cache(self, dtype: torch.dtype) -> CastCache:
+        """Returns the cache of casts to `dtype`, made on first use."""
         if dtype not in self._caches:
             self._caches[dtype] = CastCache(dtype, self.thread, self.is_on_device)
         return self._caches[dtype]
@@ -91,6 +92,7 @@ class CastState:
             cache.forget_memory(tensor)
 
     def clear_cache(self) -> None:
+        """Forgets every cached cast, and begins an iteration."""
         self._graphs.clear()
         self.forget_casts()
 

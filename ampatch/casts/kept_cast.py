@@ -79,6 +79,7 @@ class KeptCast:
         return self.count_references() <= _OWN_REFERENCES[self.requires_grad]
 
     def count_references(self) -> int:
+        """Counts what holds the parameter in Python."""
         parameter = self.parameter
         return count_references(parameter)
 

@@ -57,6 +57,7 @@ RECIPES = {  # by torchao's names
 
 
 def find_recipe(name: object) -> Recipe:
+    """Returns a recipe; raises AmpValueError for an unknown name."""
     if name not in RECIPES:
         raise AmpValueError(f"float8_recipe={name!r}: expected one of {', '.join(map(repr, RECIPES))}")
     return RECIPES[str(name)]

@@ -76,6 +76,7 @@ class Float8Choice:
         return id(layer) in self._asked
 
     def layers(self) -> Iterator[tuple[Linear, Layer]]:
+        """Yields each linear layer of the models, with what becomes of it."""
         visited: set[int] = set()
         for model in self._models:
             for name, part in model.named_modules():

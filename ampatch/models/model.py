@@ -92,6 +92,7 @@ class ModelCaster:
         )
 
     def list_casts(self, params: Iterable[Tensor]) -> list[CastTensor]:
+        """The casts of some parameters."""
         ids = set(map(id, params))
         return [cast for cast in self._cast if id(cast.tensor) in ids]
 

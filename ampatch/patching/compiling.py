@@ -247,6 +247,7 @@ class GraphNames:
             self._names.setdefault(id(original), ".".join(filter(None, place)))
 
     def open(self, patcher: Patcher) -> None:
+        """Replaces the function that names functions in generated code."""
         original = private.QUALIFY.find()
         if original is not None:
             place = private.QUALIFY.find_place()

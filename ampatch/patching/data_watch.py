@@ -116,6 +116,7 @@ class DataWatch(SessionPatch):
         self.halved[id(tensor)] = find_line()
 
     def keep_watching(self, params: set[int]) -> None:
+        """Drops the ids of parameters that are gone."""
         for key in set(self.watched) - params:
             del self.watched[key]
         self.touched &= params

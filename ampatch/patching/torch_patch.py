@@ -100,6 +100,7 @@ class TorchPatch(SessionPatch):
         self.counter: CastCounter | None = None  # of the casts of this session, if somebody asks
 
     def validate(self, policy: Policy) -> None:
+        """Raises if torch is patched for another half type already."""
         half = CASTS.half
         if half is not None and policy.patch_torch_functions and policy.half is not half:
             raise AmpValueError(
@@ -190,6 +191,7 @@ class TorchPatch(SessionPatch):
         return tuple(self._registrations.values())
 
     def register(self, registration: Registration) -> None:
+        """Adds a user's function to the tables, for this session and later ones."""
         self._registrations[id(registration.parent), registration.attribute] = registration
         if self._patcher is not None:
             self._bind(registration)

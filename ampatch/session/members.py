@@ -136,6 +136,7 @@ class Members:
         return len(self._optimizers)
 
     def weights(self) -> Iterator[Weight]:
+        """The half weights, with masters or without."""
         for amp in self.optimizers():
             yield from amp.masters
         for _, values in self._live_modules():
@@ -147,6 +148,7 @@ class Members:
         self._passive += map(refer, optimizers)
 
     def is_any_passive(self, optimizers: Sequence[object]) -> bool:
+        """Whether one of these passes through."""
         names = [one for optimizer in optimizers for one in _look_through(optimizer)]
         return any(reference() is one for one in names for reference in self._passive)
 

@@ -339,6 +339,7 @@ def format_banner(policy: Policy) -> str:
 
 
 def format_overflow(loss_id: int, before: float, after: float) -> str:
+    """The line for one skipped step."""
     scale = f"reducing loss scale to {after}" if after < before else f"keeping loss scale at {after}"
     return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"
 

@@ -131,6 +131,7 @@ class SkipStep:
             self._stepped.update(map(id, new))
 
     def end(self, optimizer: Optimizer) -> None:
+        """Puts hidden gradients back."""
         if self._put is not None:
             self._remove_found_inf(optimizer)
         if self._hidden:

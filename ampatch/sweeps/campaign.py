@@ -120,6 +120,7 @@ class SweepCampaign:
         return sum(takes.get(run.row, usual) for run in ahead)
 
     def sweep(self) -> Sweep:
+        """Makes of the runs what there is to make of them."""
         environment = with_device(self._environment, self.records)
         return summarize(self._plan.settings, environment, self.records)
 

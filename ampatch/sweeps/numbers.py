@@ -101,6 +101,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def with_exponent(value: float, digits: int) -> str:
+    """Writes a number with an exponent, as short as it can be."""
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     return f"{trim(mantissa)}e{int(exponent)}"
 

@@ -159,6 +159,7 @@ class Run:
         return max((self.waited, "waited"), (self.throttled or 0.0, "throttled"))
 
     def last(self, metric: str) -> float | None:
+        """Returns the last value of a metric, None if it was never reported."""
         curve = self.metrics.get(metric)
         return curve.values[-1] if curve and curve.values else None
 
@@ -340,5 +341,6 @@ def abbreviate(text: str, keys: Mapping[str, str]) -> str:
 
 
 def metric_names(rows: Sequence[Level], runs: Iterable[Run]) -> list[str]:
+    """Returns the names of all metrics of levels and runs, in the order in which they come."""
     names = [name for row in rows for name in row.metrics]
     return list(dict.fromkeys(names + [name for run in runs for name in run.metrics]))

@@ -56,6 +56,7 @@ def lock(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
+    """Says whether somebody holds a file or folder locked."""
     try:
         os.close(lock(path))
     except BlockingIOError:

@@ -42,6 +42,7 @@ class Properties:
         self.update(options or {})
 
     def update(self, options: Mapping[str, object]) -> None:
+        """Sets some of the options."""
         self.options.update(options)
         vars(self).update(self.options)
 

@@ -23,6 +23,7 @@ __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_d
 
 
 def set_level(policy: amp.Policy, properties: Properties) -> Properties:
+    """Sets the defaults of a level on options, and returns them."""
     properties.update(list_options(policy))
     return properties
 

@@ -91,6 +91,7 @@ def equal_to_tensors(notices: Notices) -> Callable:
 
 
 def init_silently(init: Callable, notices: Notices, /, self: object, *args: object, **kwargs: object) -> None:
+    """Has a scheduler take `verbose`, and be silent."""
     if "verbose" in kwargs:
         notices.warn(rows.VERBOSE)
         del kwargs["verbose"]
@@ -247,6 +248,7 @@ class Rest(list):
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yields a parser, and those of its subcommands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -255,6 +257,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 def is_rank(action: argparse.Action) -> bool:
+    """Whether an option is that for the local rank."""
     names = {action.dest, *(word.strip("-").replace("-", "_") for word in action.option_strings)}
     return bool(action.option_strings) and "local_rank" in names
 
@@ -312,6 +315,7 @@ def script_as(function: Callable, wrapper: Callable) -> Callable:
 
 
 def widen(changes: ProgramChanges, notices: Notices, name: str, wider: Callable, owner: object) -> None:
+    """Has a function of a module or class take more."""
     changes.set_attribute(owner, name, wrap(getattr(owner, name), wider, notices))
     if owner is random.Random:  # of which the module's function is a method
         changes.set_attribute(random, name, getattr(random._inst, name))

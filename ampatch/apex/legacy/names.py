@@ -82,6 +82,7 @@ class Places(MetaPathFinder):
         changes.callback(self._waiting.clear)
 
     def change(self, place: str, change: Change) -> None:
+        """Changes what has this dotted name."""
         owner = find_owner(place)
         if owner is None:
             self._waiting[place].append(change)

@@ -335,6 +335,7 @@ def last_name(node: ast.AST) -> str:
 
 
 def is_mask(node: ast.expr, names: Names) -> bool:
+    """Whether an expression is a comparison, or a name for one."""
     values = names.values(node)
     return bool(values) and all(
         isinstance(each, ast.Compare) or (isinstance(each, ast.Call) and last_name(each) in COMPARISONS)

@@ -78,11 +78,13 @@ def fill_dtype(dtype: np.dtype, state: tuple) -> None:
 
 
 def make_scalar(dtype: np.dtype, data: bytes | str) -> np.generic:
+    """Makes a number of NumPy of its bytes."""
     raw = data.encode("latin1") if isinstance(data, str) else data
     return np.frombuffer(raw, dtype, 1)[0] if raw else dtype.type()  # which refuses objects
 
 
 def make_array(kind: type, *_: object) -> np.ndarray:
+    """Makes an array that is filled later."""
     if kind is not np.ndarray:
         raise RefusedError([f"an array of {name_of(kind)}"])
     return np.empty(0)

@@ -262,5 +262,6 @@ def types_of(node: ast.Call) -> Iterable[str]:
 
 
 def last_of(node: ast.expr) -> str:
+    """Returns the last word of a name, or of a text."""
     text = str(getattr(node, "value", "")) if isinstance(node, ast.Constant) else ast.unparse(node)
     return text.rpartition(".")[2]

@@ -54,6 +54,7 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def median_of(runs: Iterable[Run], field: str) -> float | None:
+    """Returns the median over the runs that have the number."""
     values = [value for run in runs if (value := getattr(run, field)) is not None]
     return statistics.median(values) if values else None
 

@@ -184,6 +184,7 @@ class CurveBuilder:
         self._values = array("d")
 
     def add(self, step: int, value: float) -> None:
+        """Adds the next value."""
         self._steps.append(step)
         self._values.append(value)
 

@@ -110,6 +110,7 @@ class Audit:
 
 
 def is_changed(path: str, old: int, began: int) -> bool:
+    """Says whether a file was written after a training began."""
     try:
         now = os.stat(path).st_mtime_ns
     except OSError:
@@ -141,5 +142,6 @@ def files_in(folders: set[Path]) -> Iterator[str]:
 
 
 def shorten(path: str) -> str:
+    """Returns a path as it can be read from the working directory."""
     here = os.getcwd() + os.sep
     return path.removeprefix(here)

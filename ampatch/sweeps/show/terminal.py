@@ -169,6 +169,7 @@ def worst(level: Level) -> float | None:
 
 
 def quartiles(level: Level) -> str:
+    """Writes between which times the middle half of the steps lies."""
     ends = [typeset(numbers.number(milliseconds)) for milliseconds in (level.step_ms_low, level.step_ms_high)]
     return "–".join(ends) if level.timed > 1 else ""  # noqa: RUF001
 

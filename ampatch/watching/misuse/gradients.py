@@ -67,6 +67,7 @@ class ScaleWatch:
     # Blocks
 
     def begin_block(self, block: ScaledLoss) -> None:
+        """Notes that a block has begun whose gradients are scaled."""
         self._blocks[id(block)] = {}
         for optimizer in block.optimizers:
             self._had_block.add(id(optimizer))

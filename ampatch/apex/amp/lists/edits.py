@@ -23,11 +23,13 @@ PLACES = {"torch.nn.functional": torch.nn.functional, "torch": torch, "torch.Ten
 
 
 def list_names(target: str, cast: str) -> list[str]:
+    """Returns the names of a table's functions with a cast."""
     rows = [row for table in lists.TABLES if table.target == target for row in table.rows]
     return sorted({row.name for row in rows if row.cast is Cast[cast]})
 
 
 def list_banned(target: str) -> list[tuple[str, str]]:
+    """Returns the names of a table's banned functions, with the reason."""
     rows = [row for table in lists.TABLES if table.target == target for row in table.rows]
     return [(row.name, row.reason) for row in rows if row.cast is Cast.BANNED]
 
