@@ -48,7 +48,6 @@ LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
 CLAMP = ".clamp(min={eps})"
 DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps is 1e-12 or 1e-8
 RANGE = ", whose range is that of float32"
-FUNCTIONS = ", which casts in functions alone"
 
 
 def pasted(title: str, change: Change | None, otherwise: str | None = None) -> Fix:
@@ -98,9 +97,8 @@ def is_of_gradient(finding: Finding) -> bool:
 def cast_functions(finding: Finding) -> Fix | None:
     """Takes the level that casts in functions alone, where a model is half throughout."""
     is_apt = finding.float32_survives and finding.facts.get("is_half") and finding.dtype in HALF
-    if not is_apt or finding.autocast or finding.facts.get("halved"):
-        return None
-    return OtherLevel("O4" if finding.dtype == "bfloat16" else "O1", FUNCTIONS)
+    is_own = finding.autocast or finding.facts.get("halved")
+    return cast_in_functions(finding) if is_apt and not is_own else None
 
 
 def start_scale(finding: Finding) -> Fix:
@@ -380,7 +378,9 @@ def sum_in_float32(finding: Finding) -> Fix | None:
 
 
 def cast_in_functions(finding: Finding) -> Fix:
-    return OtherLevel("O4" if finding.facts["dtype"] == "bfloat16" else "O1", FUNCTIONS)
+    """Leaves the model in float32, and casts in functions to the half type of a fault."""
+    half = finding.facts.get("dtype", finding.dtype)
+    return OtherLevel("O4" if half == "bfloat16" else "O1", ", which casts in functions alone")
 
 
 def cut_rate(text: str) -> Remedy:

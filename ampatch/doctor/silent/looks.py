@@ -175,6 +175,11 @@ class Looks(OperationInstrument):
         more |= {"region": mends["region"], "autocast": operation.record.autocast, "float32_survives": True}
         return self._notes.finding(kind, operation.record, more, own=True, alike=mends["alike"], **facts)
 
+    def _add(self, kind: str, record: Op, half: str = "", **facts: object) -> None:
+        """Notes what an operation loses that float32 would not, as of the type `half`."""
+        more = {"autocast": record.autocast, "float32_survives": True, "dtype": half}
+        self._notes.add(kind, record, more=more, **facts)
+
     def _follow_shadow(self, operation: Operation, shadowed: Operation) -> None:
         """Notes what an operation in half rounds away, with the modules that what it takes comes of."""
         error, growth = self._rounding.follow(operation, shadowed)
@@ -268,9 +273,8 @@ class Looks(OperationInstrument):
         wanted = self._twin.repeat(repeated) if repeated and given.dtype in HALF_TYPES else ()
         for it in wanted[:1]:
             if is_whole(it) and (plain(given).float() != it).any():
-                more = {"autocast": operation.record.autocast, "float32_survives": True}
                 numbers = {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype), "own": True}
-                self._notes.add("lost_counts", operation.record, more=more, **numbers)
+                self._add("lost_counts", operation.record, **numbers)
 
     def _look_at_product(self, operation: Operation, _: object, given: Tensor) -> None:
         """Notes a sum in float16 that comes near to what that holds."""
@@ -317,8 +321,7 @@ class Looks(OperationInstrument):
             if after < FEWER * before:
                 numbers = {"before": before, "after": after, "limit": limit, "given": is_called_by_ampatch()}
                 numbers |= {"dtype": name_of(given.dtype), **self._buffer_of(operation.args[0])}
-                more = {"autocast": record.autocast, "float32_survives": True}
-                self._notes.add("collapsed", record, more=more, **numbers)
+                self._add("collapsed", record, **numbers)
                 return
 
     def _look_at_probabilities(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
@@ -327,9 +330,7 @@ class Looks(OperationInstrument):
             for wanted in self._twin.repeat(repeated):
                 share = ((plain(given).abs() == 1) & (wanted.abs() < 1)).float().mean().item()
                 if share >= MANY:
-                    more = {"dtype": name_of(given.dtype), "float32_survives": True}
-                    more["autocast"] = operation.record.autocast
-                    self._notes.add("saturated", operation.record, more=more, share=share)
+                    self._add("saturated", operation.record, name_of(given.dtype), share=share)
 
     def _look_at_angles(self, operation: Operation, _: object, given: Tensor) -> None:
         """Looks for angles that half rounds by more than 1, here or in what they are computed of."""
@@ -346,9 +347,7 @@ class Looks(OperationInstrument):
             power = 2.0 ** (math.frexp(largest)[1] - 1) if math.isfinite(largest) else math.inf
             error = power * torch.finfo(getattr(torch, half)).eps / 2
             if 1 <= error < math.inf:
-                more = {"autocast": first.autocast, "float32_survives": True}
-                numbers = {"largest": largest, "error": error, "dtype": half}
-                self._notes.add("coarse_angles", first, more=more, **numbers)
+                self._add("coarse_angles", first, largest=largest, error=error, dtype=half)
 
     def _look_at_float8(self, operation: Operation, _: object, given: Tensor) -> None:
         """Counts what float8 rounds to 0, which is below 2**-10 where the largest number is made 448."""

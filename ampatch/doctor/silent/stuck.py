@@ -92,11 +92,7 @@ class Stuck(Instrument, amp.Observer):
 
     def _add(self, parameter: Tensor, grad: Tensor) -> None:
         with quiet():
-            more = plain(grad).float()
-            if parameter in self._sums:
-                self._sums[parameter] += more
-            else:
-                self._sums[parameter] = more.clone()
+            self._sums[parameter] = self._sums.get(parameter, 0.0) + plain(grad).float()
 
     def end_backward(self) -> None:
         """Compares the gradients with the sums in float32."""
@@ -106,9 +102,8 @@ class Stuck(Instrument, amp.Observer):
         error = sum((have - wanted).square().sum().item() for have, wanted in pairs)
         size = sum(wanted.square().sum().item() for _, wanted in pairs)
         if size and math.isfinite(size):
-            record = Op(
-                "accumulate_grad", "backward", None, user_line(), name_of(next(iter(self._sums)).dtype)
-            )
+            dtype = name_of(next(iter(self._sums)).dtype)
+            record = Op("accumulate_grad", "backward", None, user_line(), dtype)
             self._count(record, math.sqrt(error / size), WRONG)
 
     def _forget_sums(self) -> None:
