@@ -115,11 +115,11 @@ class Campaign:
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
             more = {"autocast": self.seen["traced"].autocast, "float32_survives": True, "dtype": "float16"}
-            self.silent += [replace(it, **more) for it in faults]
+            self.silent += [replace(fault, **more) for fault in faults]
             self.unknown += [reason] if reason else []
         if "watched" in self.ended and not findings and (of_half := self._of_half_alone(seen)):
             findings = self._try([explain(of_half)], lambda *_: (), seen, again)
-        harmless = merge(attempts, [it for it in origins if not it.has_reached])
+        harmless = merge(attempts, [origin for origin in origins if not origin.has_reached])
         silent, learnt = self._examine_silent(seen, findings, harmless)
         findings = findings or learnt
         untraced = self._say_what_was_not_traced(seen, origins, findings)
@@ -137,25 +137,25 @@ class Campaign:
         """Returns the silent faults, or else what would have the script learn, if it does not."""
         attempts = seen.attempts
         own = {"halved": seen.halved, "has_scaler": has_scaler(attempts)}
-        faults = [replace(it, facts=own | it.facts) for it in self.silent]
+        faults = [replace(fault, facts=own | fault.facts) for fault in self.silent]
         is_due = self.tries and bool(attempts) and not (findings or self.ended)
         is_long = is_due and len(attempts) >= FEWEST
         less = functools.cache(lambda: self._said_of_less(attempts) if is_long else "")
         silent = tuple(examine_silent(faults, attempts, findings, bool(self.ended), lambda: bool(less())))
         if silent and less():
             silent = (replace(silent[0], facts=silent[0].facts | {"less": less()}), *silent[1:])
-        tryable = next((it for it in silent if can_try(it, self.run)), None)
+        tryable = next((fault for fault in silent if can_try(fault, self.run)), None)
         if less() and (chosen := tryable or next(iter(silent), None)):
             tryable = with_other_types(chosen)
-            silent = tuple(tryable if it is chosen else it for it in silent)
+            silent = tuple(tryable if fault is chosen else fault for fault in silent)
         if not is_due or not (tryable or less() or (is_flat(attempts) and not silent)):
             return silent, []
         last = self.compared - ENOUGH  # what a trial has to pass, at least
         more = {"least": last, "is_strict": bool(less())}
         trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford, **more)
         if silent:
-            tried = [trial.order(it) if it is tryable else it for it in silent]
-            return tuple(sorted(tried, key=lambda it: not it.is_mended)), []
+            tried = [trial.order(fault) if fault is tryable else fault for fault in silent]
+            return tuple(sorted(tried, key=lambda finding: not finding.is_mended)), []
         half, autocast = str(seen.growth["half"]), self.seen["traced"].autocast
         return (), find_what_learns(trial, harmless, half, autocast)
 
@@ -168,10 +168,10 @@ class Campaign:
         if not learns_less(ours, alone.attempts) or not self.can_afford():
             return ""
         other = self._start("drawn anew", replace(self._run_in_float32, seed=1))
-        ends = [ends_of(it)[1] for it in (ours, alone.attempts, other.attempts)]
+        ends = [ends_of(attempts)[1] for attempts in (ours, alone.attempts, other.attempts)]
         if not ends[0] - ends[1] > SPREADS * abs(ends[2] - ends[1]):
             return ""
-        here, there = (f"{said_of_fall(fall_of(it))}, to" for it in (ours, alone.attempts))
+        here, there = (f"{said_of_fall(fall_of(attempts))}, to" for attempts in (ours, alone.attempts))
         return f"The loss {here} {ends[0]:.3g}; in float32 it {there} {ends[1]:.3g}."
 
     def _explain(self, findings: Sequence[Finding], seen: Seen, again: Seen) -> list[Finding]:
@@ -186,14 +186,18 @@ class Campaign:
             facts |= {"up_to": again.attempts[-1].step} if survives and self.enough else {}
             more = {"float32_survives": survives, "keep": keep}
             return [
-                explain(replace(it, **more, facts=it.facts | facts | {"places": places_of(it, found)}))
-                for it in found
-                if is_of_half or "error" not in it.facts
+                explain(
+                    replace(
+                        finding, **more, facts=finding.facts | facts | {"places": places_of(finding, found)}
+                    )
+                )
+                for finding in found
+                if is_of_half or "error" not in finding.facts
             ]
 
         def broken(tried: Seen, run: ScriptRun) -> list[Finding]:
             there = findings_in(tried, origins_of(tried))
-            return explained([replace(it, **places_before(it, run.changes)) for it in there])
+            return explained([replace(finding, **places_before(finding, run.changes)) for finding in there])
 
         return self._try(explained(findings), broken, seen, again)
 
@@ -225,7 +229,7 @@ class Campaign:
         self, seen: Seen, origins: Sequence[Origin], findings: Sequence[Finding]
     ) -> str:
         """Returns what broke and has no finding, and why."""
-        if find_suspects(seen.attempts) and not any(it.has_reached for it in origins):
+        if find_suspects(seen.attempts) and not any(origin.has_reached for origin in origins):
             step = seen.attempts[seen.suspects[0]].step
             again = "it did not happen again: seed what it draws"
             if self.seen["traced"].is_late:
@@ -240,10 +244,10 @@ class Campaign:
 
     def _say_how_runs_ended(self, said: str, findings: Sequence[Finding]) -> None:
         """Says which runs ended by an error that nothing else says, the same of several once."""
-        errors = [str(it.facts["error"]) for it in findings if "error" in it.facts]
+        errors = [str(finding.facts["error"]) for finding in findings if "error" in finding.facts]
         for name, error in self.ended.items():
-            is_said = str(error) in (said, *self.unknown) or any(it in error.text for it in errors)
-            if not (is_said or error.text in said or any(it.endswith(error.text) for it in self.unknown)):
+            is_said = str(error) in (said, *self.unknown) or any(text in error.text for text in errors)
+            if not (is_said or error.text in said or any(line.endswith(error.text) for line in self.unknown)):
                 self.unknown.append(f"the {name} {error}")
 
     def _of_half_alone(self, seen: Seen) -> Finding | None:
@@ -266,7 +270,7 @@ class Campaign:
         Where the script may have given up on a bad loss, what it then did is traced as well. A long script
         ends some steps after what broke.
         """
-        left_out = tuple(index for index, it in enumerate(seen.attempts) if it.left_out)
+        left_out = tuple(index for index, attempt in enumerate(seen.attempts) if attempt.left_out)
         window = left_out + ((len(seen.attempts),) if seen.is_open else ()) + hidden
         run = replace(self.run, level="O0", float32=True, goes_on=True, sample=sample)
         if self.spent[0] > LONG and seen.suspects:
@@ -300,7 +304,7 @@ class Campaign:
         if not broken and len(again.attempts) < len(seen.attempts[: self.enough]):
             self.unknown.append("in float32 the script ended before its last step")
             return None
-        survives = not broken and not any(it.has_reached for it in again.origins)
+        survives = not broken and not any(origin.has_reached for origin in again.origins)
         if again.is_half and not survives:
             self.unknown.append(
                 "whether float32 survives: the script makes its model half by itself, as .half() does"
@@ -330,8 +334,8 @@ class Campaign:
         if status and name != "tried":
             self.ended[name] = read_error(status, said)
         self.silent += seen.silent if name in ("watched", "traced") else []
-        failed = (f"{it} ({FAULT})" for it in seen.failed if name != "tried")
-        self.unknown += [it for it in failed if it not in self.unknown]
+        failed = (f"{what} ({FAULT})" for what in seen.failed if name != "tried")
+        self.unknown += [line for line in failed if line not in self.unknown]
         return seen
 
 
@@ -339,7 +343,7 @@ def origins_of(seen: Seen) -> tuple[Origin, ...]:
     """Returns the origins up to the first attempt that left bad weights: all that follows comes of it."""
     bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
     last = next(bad, len(seen.attempts))
-    return tuple(it for it in seen.origins if it.attempt <= last)
+    return tuple(origin for origin in seen.origins if origin.attempt <= last)
 
 
 def places_before(finding: Finding, changes: Sequence[Change]) -> dict[str, object]:
@@ -347,7 +351,7 @@ def places_before(finding: Finding, changes: Sequence[Change]) -> dict[str, obje
     region = finding.region
     if region is not None:
         (change,) = region.changes
-        first, last = (line_before(changes, f"{change.path}:{it}") for it in (change.first, change.last))
+        first, last = (line_before(changes, f"{change.path}:{line}") for line in (change.first, change.last))
         there = replace(change, first=place_of(first)[1], last=place_of(last)[1])
         region = replace(region, changes=(there,))
     return {"where": line_before(changes, finding.where), "region": region}
@@ -369,27 +373,31 @@ def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tu
 
     What follows a fault is hidden by it: the run in float32 shows it. A module stands for those inside.
     """
-    names = [it.module for it in findings if it.phase == "forward"]
-    names += oversized if any(it.dtype == "float16" for it in findings) else ()
-    found = {it for it in names if it and not any(it.startswith(f"{other}.") for other in names if other)}
+    names = [finding.module for finding in findings if finding.phase == "forward"]
+    names += oversized if any(finding.dtype == "float16" for finding in findings) else ()
+    found = {
+        name for name in names if name and not any(name.startswith(f"{other}.") for other in names if other)
+    }
     return tuple(
-        sorted(found, key=lambda it: [(not part.isdigit(), part.zfill(9)) for part in it.split(".")])
+        sorted(found, key=lambda name: [(not part.isdigit(), part.zfill(9)) for part in name.split(".")])
     )
 
 
 def places_of(finding: Finding, findings: Sequence[Finding]) -> tuple[str | None, ...]:
     """Returns the other lines that break by the same constant."""
     constant = finding.facts.get("constant")
-    return tuple(it.where for it in findings if constant and it.facts.get("constant") == constant)
+    return tuple(
+        finding.where for finding in findings if constant and finding.facts.get("constant") == constant
+    )
 
 
 def find_behind(again: Seen, hidden: Sequence[int]) -> list[Origin]:
     """Returns what broke in float32 at attempts whose gradients a loss scale had made too large."""
     found = () if again.is_half else origins_of(again)
-    return [it for it in found if it.has_reached and it.attempt in hidden]
+    return [origin for origin in found if origin.has_reached and origin.attempt in hidden]
 
 
 def findings_in(seen: Seen, origins: Sequence[Origin], may_collapse: bool = True) -> list[Finding]:
     """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
-    found = [it for it in origins if it.has_reached and it.attempt in seen.suspects]
+    found = [origin for origin in origins if origin.has_reached and origin.attempt in seen.suspects]
     return merge(seen.attempts, leave_out_mended(seen.attempts, found, may_collapse))

@@ -98,7 +98,7 @@ def look(run: ScriptRun, clock: Clock) -> Callable[[], Seen]:
             without_gpu=tuple(sorted(without_gpu)),
             autocast=min(clock.autocasts, default=None),
             oversized=tuple(oversized.names if oversized else ()),
-            failed=tuple(f"{it.about}: {error}" for it, error in clock.failed.items()),
+            failed=tuple(f"{instrument.about}: {error}" for instrument, error in clock.failed.items()),
             is_late=watch.is_late,
         )
 

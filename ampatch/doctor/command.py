@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             Path(out).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:  # as of a full disk
         raise AmpError(f"the report was not written: {error}") from error
-    is_found = any(it.is_harmful for it in (*report.findings, *report.silent))
+    is_found = any(finding.is_harmful for finding in (*report.findings, *report.silent))
     return 1 if is_found else 3 if report.untraced else 0
 
 

@@ -72,7 +72,7 @@ class Finding:
     @property
     def is_mended(self) -> bool:
         """Whether a fix was tried, and the script trains with it."""
-        return any(it.rank is Rank.TRAINS for it in self.tried)
+        return any(tried.rank is Rank.TRAINS for tried in self.tried)
 
     @property
     def is_harmful(self) -> bool:
@@ -105,7 +105,7 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         """Returns the report as plain values; fixes are what they say."""
-        names = [it.name for it in fields(self)]
+        names = [field.name for field in fields(self)]
         return {"version": VERSION, **{name: plain_value(getattr(self, name)) for name in names}}
 
 
@@ -114,7 +114,7 @@ def plain_value(value: object) -> object:
     if isinstance(value, (Fix, Tried)):
         return str(value)
     if is_dataclass(value):
-        return {it.name: plain_value(getattr(value, it.name)) for it in fields(value)}
+        return {field.name: plain_value(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
         return {name: plain_value(each) for name, each in value.items()}
     return type(value)(map(plain_value, value)) if isinstance(value, (tuple, list)) else value
@@ -145,18 +145,20 @@ def merge(attempts: Sequence[Attempt], origins: Sequence[Origin]) -> list[Findin
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
     after = Attempt(attempts[-1].step + 1 if attempts else 0)  # which never came
     there = [*attempts, after]
-    return merge_steps([read_finding(it, there[min(it.attempt, len(attempts))]) for it in origins])
+    return merge_steps(
+        [read_finding(origin, there[min(origin.attempt, len(attempts))]) for origin in origins]
+    )
 
 
 def merge_steps(findings: Sequence[Finding]) -> list[Finding]:
     """Keeps the first of findings that are the same at several steps, with their steps."""
     merged: dict[object, Finding] = {}
-    for it in findings:
-        same = it.identity
-        if not it.op and it.phase in ("input", "optimizer"):  # what is bad goes on to be bad
+    for finding in findings:
+        same = finding.identity
+        if not finding.op and finding.phase in ("input", "optimizer"):  # what is bad goes on to be bad
             alike = (key for key, other in merged.items() if other.phase == "input")
-            same = next((key for key in alike if merged[key].parameter == it.parameter), same)
-        first = merged.setdefault(same, it)
-        if it.step is not None and it.step not in first.steps:
-            merged[same] = replace(first, steps=(*first.steps, it.step))
+            same = next((key for key in alike if merged[key].parameter == finding.parameter), same)
+        first = merged.setdefault(same, finding)
+        if finding.step is not None and finding.step not in first.steps:
+            merged[same] = replace(first, steps=(*first.steps, finding.step))
     return list(merged.values())

@@ -152,7 +152,11 @@ def describe_ranges(found: Sequence[Facts]) -> str:
         names = [f"{readable(facts.get('name'))} ({describe_broken(facts)})" for facts in broken[:MOST_NAMED]]
         more = ", ..." if len(broken) > MOST_NAMED else ""
         return f"{len(broken)} of {len(found)} are not finite: {', '.join(names)}{more}"
-    ends = [(it.get(end) or 0.0, readable(it.get("name"))) for it in found for end in ("least", "largest")]
+    ends = [
+        (entry.get(end) or 0.0, readable(entry.get("name")))
+        for entry in found
+        for end in ("least", "largest")
+    ]
     largest, name = max((abs(float(end)), name) for end, name in ends)  # type: ignore[arg-type]
     return f"{len(found)}, all finite; the largest value is {largest:.4g}, in {name}"
 

@@ -26,18 +26,18 @@ def leave_out_mended(
     Where a scale collapses, and nothing else broke, what a smaller one would mend counts as well; that of its
     search only where there is nothing else.
     """
-    others = [it for it in found if not it.is_of_scale]
+    others = [origin for origin in found if not origin.is_of_scale]
     if others or not (may_collapse and is_collapse(attempts)):
         return others
     untried = find_untried(attempts)
-    return [it for it in found if it.attempt not in untried] or list(found)
+    return [origin for origin in found if origin.attempt not in untried] or list(found)
 
 
 def find_hidden(found: Sequence[Origin]) -> tuple[int, ...]:
     """Returns the attempts where nothing but the scale was found too large: more may break behind it."""
-    reached = [it for it in found if it.has_reached]
-    explained = {it.attempt for it in reached if not it.is_of_scale}
-    return tuple(sorted({it.attempt for it in reached} - explained))
+    reached = [origin for origin in found if origin.has_reached]
+    explained = {origin.attempt for origin in reached if not origin.is_of_scale}
+    return tuple(sorted({origin.attempt for origin in reached} - explained))
 
 
 def find_untried(attempts: Sequence[Attempt]) -> tuple[int, ...]:
@@ -80,8 +80,8 @@ def pick_suspects(attempts: Sequence[Attempt], suspects: Sequence[int], most: in
     A loss scale that grows may be too large many times before a fault comes that stays.
     """
     onset = find_onset(attempts)
-    late = [it for it in suspects if onset <= it < len(attempts)][:LATE] or sorted(suspects)[-LATE:]
-    first = [it for it in suspects if it not in late]
+    late = [index for index in suspects if onset <= index < len(attempts)][:LATE] or sorted(suspects)[-LATE:]
+    first = [index for index in suspects if index not in late]
     return tuple(sorted(late + first[: most - len(late)]))
 
 
@@ -103,8 +103,8 @@ def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, .
 
 def plan_looks(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     """Returns later attempts to look at for silent faults: ever fewer, and the last; none of lost weights."""
-    end = next((index for index, it in enumerate(attempts) if not it.weights), len(attempts))
-    return tuple(it for it in range(FIRST, end) if is_sample(it) or it == len(attempts) - 1)
+    end = next((index for index, attempt in enumerate(attempts) if not attempt.weights), len(attempts))
+    return tuple(index for index in range(FIRST, end) if is_sample(index) or index == len(attempts) - 1)
 
 
 def is_sample(attempt: int) -> bool:
@@ -148,7 +148,10 @@ def fall_of(attempts: Sequence[Attempt]) -> float:
 
 def ends_of(attempts: Sequence[Attempt]) -> tuple[float, float]:
     """Returns the mean loss of the first and of the last quarter of a run."""
-    losses, part = [it.value for it in attempts if it.loss or not it.is_dynamic], max(len(attempts) // 4, 1)
+    losses, part = (
+        [attempt.value for attempt in attempts if attempt.loss or not attempt.is_dynamic],
+        max(len(attempts) // 4, 1),
+    )
     return sum(losses[:part]) / part, sum(losses[-part:]) / part
 
 
@@ -164,7 +167,7 @@ def learns_less(attempts: Sequence[Attempt], best: Sequence[Attempt]) -> bool:
 
 
 def has_scaler(attempts: Sequence[Attempt]) -> bool:
-    return any(it.is_dynamic for it in attempts)
+    return any(attempt.is_dynamic for attempt in attempts)
 
 
 def is_flat(attempts: Sequence[Attempt]) -> bool:
@@ -177,6 +180,10 @@ def describe_scale(attempts: Sequence[Attempt]) -> dict[str, object]:
     for index, attempt in enumerate(attempts):
         if attempt.scale is not None and (not history or history[-1][1] != attempt.scale):
             history.append((index, attempt.scale))
-    skipped = [index for index, it in enumerate(attempts) if it.is_dynamic and not (it.loss and it.gradients)]
+    skipped = [
+        index
+        for index, attempt in enumerate(attempts)
+        if attempt.is_dynamic and not (attempt.loss and attempt.gradients)
+    ]
     search = bool(skipped) and skipped == list(range(len(skipped))) and len(skipped) < len(attempts)
     return {"history": history, "skipped": skipped, "search": search, "steps": len(attempts)}

@@ -71,7 +71,7 @@ class Trial:
 
     def order(self, finding: Finding) -> Finding:
         """Returns the finding with what came of its fixes; what makes the script train comes first."""
-        steps = [it.step for it in self.seen.attempts]
+        steps = [attempt.step for attempt in self.seen.attempts]
         self.fault = max(self.least, steps.index(finding.step) if finding.step in steps else len(steps))
         for fix in finding.remedies:
             is_due = len(self.tried) < MOST_TRIED and self.can_afford()
@@ -79,14 +79,16 @@ class Trial:
                 self.tried[fix] = self._try(fix)
                 if self.tried[fix].rank == Rank.TRAINS and fix.is_exact and self.tried[fix].gap >= 0:
                     break
-        more = self._join(finding) if {it.rank for it in self.tried.values()} == {Rank.BREAKS} else ()
+        more = (
+            self._join(finding) if {outcome.rank for outcome in self.tried.values()} == {Rank.BREAKS} else ()
+        )
         order = sorted([*more, *finding.remedies], key=self._evidence)
         if self.outcome(order[0]).rank != Rank.TRAINS and (last := self._last(finding)):
             order.insert(not isinstance(last, Paste) and order[0] not in self.tried, last)
-        tried = tuple(self.outcome(it).tried for it in order)
-        others = [came.rank for it, came in self.tried.items() if not isinstance(it, Float32)]
+        tried = tuple(self.outcome(fix).tried for fix in order)
+        others = [came.rank for fix, came in self.tried.items() if not isinstance(fix, Float32)]
         is_last = bool(others) and Rank.TRAINS not in others
-        said = (replace(it, is_last=is_last) if isinstance(it, Float32) else it for it in order)
+        said = (replace(fix, is_last=is_last) if isinstance(fix, Float32) else fix for fix in order)
         return replace(finding, remedies=tuple(said), tried=tried)
 
     def _evidence(self, fix: Fix) -> tuple[object, ...]:
@@ -112,7 +114,7 @@ class Trial:
 
     def _join(self, finding: Finding) -> Sequence[Fix]:
         """Makes the first fix of what breaks next as well; returns all of them if the script trains then."""
-        first = next(it for it in finding.remedies if it in self.tried)
+        first = next(fix for fix in finding.remedies if fix in self.tried)
         outcome, parts = self.tried[first], ((finding.where, first),)
         while outcome.rank == Rank.BREAKS and outcome.seen is not None and len(parts) < MOST_JOINED:
             if not self.can_afford():
@@ -120,7 +122,7 @@ class Trial:
             window = outcome.seen.suspects[:MOST_JOINED]
             run = Both(parts).change(self.run)
             traced = run and replace(run, traces=True, window=window)
-            new = next((it for it in self._next(traced) if it not in parts), None) if traced else None
+            new = next((fix for fix in self._next(traced) if fix not in parts), None) if traced else None
             changed = new and Both((*parts, new)).change(self.run)
             if new is None or changed is None:
                 return ()
@@ -138,7 +140,7 @@ class Trial:
             found = self.explain(self.start("tried", run), run)
         except AmpError:
             return ()
-        return tuple((it.where, it.remedies[0]) for it in found)
+        return tuple((finding.where, finding.remedies[0]) for finding in found)
 
     def _try(self, fix: Fix) -> TriedFix:
         """Runs a script with a fix and says what came of it; where it is not enough, with the next one."""
@@ -168,7 +170,7 @@ class Trial:
     def _judge(self, seen: Seen) -> TriedFix:
         """Says whether a run trains."""
         attempts, lasting = seen.attempts[: self.wanted], self.seen.attempts[self.fault + 1 : self.fault + 2]
-        lasts = any(not it.is_finite for it in lasting)
+        lasts = any(not attempt.is_finite for attempt in lasting)
         if (first := find_break(attempts, self.seen.attempts[: self.fault], lasts)) is not None:
             return TriedFix(Tried(Rank.BREAKS, f"it breaks again, at step {attempts[first].step}"), seen)
         if seen.is_late:
@@ -194,7 +196,7 @@ class Trial:
     def _find_lateness(self, attempts: Sequence[Attempt]) -> str:
         """Says that a run skipped many steps, and ends with a larger loss than float32 for it; else ""."""
         skipped, there = sum(map(is_skip, attempts)), self.again.attempts[: self.wanted]
-        if skipped <= PAUSE * len(attempts) or not all(it.is_finite for it in there):
+        if skipped <= PAUSE * len(attempts) or not all(attempt.is_finite for attempt in there):
             return ""
         (_, end), (begin, best) = ends_of(attempts), ends_of(there)
         if end - best <= (1 - PART) * (begin - best):
@@ -221,14 +223,18 @@ def find_break(attempts: Sequence[Attempt], before: Sequence[Attempt], lasts: bo
     the script as it is, `before` its fault. A fault that `lasts` breaks more than one step.
     """
     search, fault, late = find_untried(attempts), len(before), len(attempts) - len(attempts) // 4
-    broken = [index for index, it in enumerate(attempts) if not it.is_finite]
+    broken = [index for index, attempt in enumerate(attempts) if not attempt.is_finite]
     for index in broken:
-        it = attempts[index]
-        is_search = it.is_dynamic and it.weights and index in search
+        attempt = attempts[index]
+        is_search = attempt.is_dynamic and attempt.weights and index in search
         is_fault = index == fault > 0 and not (lasts and index + 1 not in broken)
-        if not is_search and (is_fault or not is_skip(it)):
+        if not is_search and (is_fault or not is_skip(attempt)):
             return index
-    usual = [it for index, it in enumerate(before) if is_skip(it) and index not in find_untried(before)]
+    usual = [
+        attempt
+        for index, attempt in enumerate(before)
+        if is_skip(attempt) and index not in find_untried(before)
+    ]
     again = [index for index in broken if index >= late and index not in search]
     if len(again) > len(usual) + lasts:
         return again[0]
@@ -258,7 +264,10 @@ def with_other_types(fault: Finding) -> Finding:
 def falls_on(attempts: Sequence[Attempt]) -> bool:
     """Says whether a loss falls from each quarter of a run to the next."""
     part = len(attempts) // 4
-    sums = [sum(it.value for it in attempts[part * quarter : part * (quarter + 1)]) for quarter in range(4)]
+    sums = [
+        sum(attempt.value for attempt in attempts[part * quarter : part * (quarter + 1)])
+        for quarter in range(4)
+    ]
     return sums == sorted(sums, reverse=True)
 
 
@@ -271,9 +280,9 @@ def find_what_learns(
     `half` is its type, `autocast` the device for which `torch.autocast` was on. Costs a trial for each.
     """
     first = trial.fall_of(trial.seen)
-    for it in (*suspects(trial, harmless), *half_alone(trial, half, autocast)):
+    for finding in (*suspects(trial, harmless), *half_alone(trial, half, autocast)):
         tries = replace(trial, tried={})
-        found = tries.order(it)
+        found = tries.order(finding)
         outcome = tries.outcome(found.remedies[0])
         seen = outcome.seen
         is_near = trial.is_strict and outcome.rank is Rank.TRAINS
@@ -286,8 +295,8 @@ def find_what_learns(
 def suspects(trial: Trial, harmless: Sequence[Finding]) -> Iterator[Finding]:
     """Yields what was made and reached nothing, as if it were to blame."""
     survives = trial.fall_of(trial.again) >= LEARNS
-    for it in harmless[:MOST_LOOKED_AT]:
-        found = explain(replace(it, float32_survives=survives))
+    for finding in harmless[:MOST_LOOKED_AT]:
+        found = explain(replace(finding, float32_survives=survives))
         yield replace(found, why=f"{found.why} Nothing broke because of it, but the loss does not fall.")
 
 
@@ -296,14 +305,14 @@ def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Findin
     first, best = trial.fall_of(trial.seen), trial.fall_of(trial.again)
     if not trial.is_strict and (best < first + LEARNS or not falls_on(trial.again.attempts)):
         return
-    it = Finding(
+    finding = Finding(
         *("", trial.seen.attempts[0].step, "loss", None, "", "training", None),
         dtype=half,
         autocast=autocast,
         float32_survives=True,
         facts={"has_scaler": has_scaler(trial.seen.attempts), "halved": trial.seen.halved},
     )
-    fixes = take_bfloat16(it), take_finer(it), leave_own_half(it) or leave_half(it)
+    fixes = take_bfloat16(finding), take_finer(finding), leave_own_half(finding) or leave_half(finding)
     remedies = tuple(filter(None, fixes))
     why = f"nothing broke, and the loss {said_of_fall(first)}; in float32 it {said_of_fall(best)}."
-    yield replace(it, cause="learns in float32 alone", why=why, remedies=remedies)
+    yield replace(finding, cause="learns in float32 alone", why=why, remedies=remedies)

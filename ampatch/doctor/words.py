@@ -26,7 +26,7 @@ def describe(report: Report) -> Iterator[str]:
     elif not report.findings:
         yield from describe_nothing(report)
     first = report.findings[0].step or 0 if report.findings else -1
-    is_misused = any(it.kind in MISUSES and (it.step or 0) <= first for it in report.silent)
+    is_misused = any(fault.kind in MISUSES and (fault.step or 0) <= first for fault in report.silent)
     if is_misused:
         yield from describe_silent(report.silent, "What probably breaks the run")
     for finding in report.findings[:1]:
@@ -34,8 +34,8 @@ def describe(report: Report) -> Iterator[str]:
     yield from describe_others(report.findings)
     if not is_misused:
         yield from describe_silent(report.silent)
-    named = {it.where for it in (*report.findings, *report.silent)}
-    harmless = [str(it.where) for it in report.harmless if it.where not in named]
+    named = {finding.where for finding in (*report.findings, *report.silent)}
+    harmless = [str(finding.where) for finding in report.harmless if finding.where not in named]
     if lines := ", ".join(dict.fromkeys(harmless)):
         yield f"Harmless, as it reached no loss, gradient or weight: inf or NaN made at {lines}"
     for line in report.unknown:
@@ -127,7 +127,7 @@ def describe_silent(
         if less := first.facts.get("less"):
             yield f"  {less}"
         if others:
-            names = [str(it.parameter or it.op) for it in others]
+            names = [str(fault.parameter or fault.op) for fault in others]
             more = f" and {len(names) - MOST_SILENT} more" if len(names) > MOST_SILENT else ""
             yield f"  the same of {', '.join(names[:MOST_SILENT])}{more}"
         yield from describe_fixes(first)

@@ -130,7 +130,10 @@ def pack(
 
 def pack_history(history: ScaleHistory) -> dict[str, object]:
     """Returns a history; its updates as rows of step, scale, next scale, skipped, loss is finite."""
-    rows = [[it.step, it.scale, it.next_scale, it.skipped, it.loss_is_finite] for it in history]
+    rows = [
+        [outcome.step, outcome.scale, outcome.next_scale, outcome.skipped, outcome.loss_is_finite]
+        for outcome in history
+    ]
     counts = {"steps": history.steps, "skipped": history.skipped, "forgotten": history.forgotten}
     return {"loss_id": history.loss_id, **counts, "updates": rows}
 

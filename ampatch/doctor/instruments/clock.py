@@ -157,7 +157,7 @@ class Clock(amp.Observer):
         except Exception as error:
             self.failed[listener] = f"{type(error).__name__}: {error}"
             for told in self._told.values():
-                told[:] = [it for it in told if it.__self__ is not listener]
+                told[:] = [method for method in told if method.__self__ is not listener]
             return None
 
     def _tell(self, name: str, *given: object) -> None:
@@ -227,16 +227,19 @@ class Clock(amp.Observer):
     def backward(self, losses: tuple[Tensor, ...]) -> Iterator[None]:
         """Tells of a backward pass from these tensors that is made inside."""
         self._tell_quietly("begin_backward", losses)
-        before = [(it, it.grad, getattr(it.grad, "_version", -1)) for it in self.models.parameters()]
+        before = [
+            (parameter, parameter.grad, getattr(parameter.grad, "_version", -1))
+            for parameter in self.models.parameters()
+        ]
         self.in_backward = True
         try:
             yield
         finally:
             self.in_backward = False
         self.changed = [
-            it
-            for it, grad, version in before
-            if it.grad is not None and (it.grad is not grad or grad._version != version)
+            parameter
+            for parameter, grad, version in before
+            if parameter.grad is not None and (parameter.grad is not grad or grad._version != version)
         ]
         self._begin_part()
         self._tell_quietly("end_backward")
@@ -261,7 +264,7 @@ class Clock(amp.Observer):
 
     def _begin(self, step: FrameType, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
         """Tells of the outermost step; classes that call `super().step()` run their hooks twice."""
-        if self._step is not None and any(it is self._step for it in frames()):
+        if self._step is not None and any(frame is self._step for frame in frames()):
             return
         self._step, self.is_made, self.part = step, False, "optimizer"
         self._tell_quietly("begin_attempt", optimizer, scaler)

@@ -72,8 +72,8 @@ class Operation:
         if self.name.endswith("_") and self.args:  # of functions named _foreach_ a list
             given += inexact_in(self.args[0])
         if self.name in RUNNING:  # they write into two of what they take
-            given += [it for it in inexact_in(self.args[1:5]) if not it.requires_grad]
-        return list({id(it): it for it in given}.values())
+            given += [tensor for tensor in inexact_in(self.args[1:5]) if not tensor.requires_grad]
+        return list({id(tensor): tensor for tensor in given}.values())
 
 
 class OperationInstrument(Instrument):
@@ -118,7 +118,7 @@ class Operations(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, name_of(func)
-        rules, ask = [it for it in self._rules if it.is_due(name)], self._clock.ask
+        rules, ask = [rule for rule in self._rules if rule.is_due(name)], self._clock.ask
         if not rules:
             return self._call(func, args, kwargs)
         if name in COMPOSITE and any(rule.looks_inside for rule in rules):
@@ -142,22 +142,22 @@ class Operations(TorchFunctionMode):
             for rule, each in zip(rules, kept, strict=True):
                 ask(rule, rule.after, operation, each)
             if self._clock.failed:
-                self._rules = [it for it in self._rules if it not in self._clock.failed]
+                self._rules = [rule for rule in self._rules if rule not in self._clock.failed]
             self._tape.put(operation.record, operation.given)
         return result
 
     def _record(self, operation: Operation, given: Tensors) -> None:
         """Writes an operation on the tape; a cast that ampatch makes is called as what it is made for."""
         record, is_ours = operation.record, is_called_by_ampatch()
-        casts = [it for it in self._casts if it.place == record.place] if is_ours else []
+        casts = [cast for cast in self._casts if cast.place == record.place] if is_ours else []
         operation.given, operation.casts, record.is_ours = given, casts, is_ours
         self._tape.add(record, operation.taken, given)
         if not given:
             return
         is_cast = is_ours and operation.name in CASTING and record.phase != "optimizer"
         self._casts = [*casts, record] if is_cast else []
-        for it in () if self._casts else casts:
-            it.op = operation.name
+        for cast in () if self._casts else casts:
+            cast.op = operation.name
 
     def _call(self, func: Callable[..., object], args: tuple, kwargs: dict) -> object:
         before, self._is_off = self._is_off, True
@@ -193,7 +193,7 @@ class Operations(TorchFunctionMode):
         if not rules:
             return
         operation = Operation.now(self._clock, name, None, args, kwargs)
-        for node in {node_of(it) for it in given if isinstance(node_of(it), BackwardCFunction)}:
+        for node in {node_of(tensor) for tensor in given if isinstance(node_of(tensor), BackwardCFunction)}:
             node.ampatch_function = self._clock.models.save()
         with quiet():
             self._record(operation, given)

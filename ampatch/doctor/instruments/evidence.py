@@ -24,7 +24,7 @@ from ampatch.levels.precision import HALF_TYPES
 
 HARMLESS = (*ops.CASTS, "detach")  # which make NaN of nothing
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
-LARGEST = tuple(torch.finfo(it).max for it in (torch.float16, torch.bfloat16, torch.float32))
+LARGEST = tuple(torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32))
 Constant = tuple[float, str, str]  # what it becomes, and in which type
 
 NEXT_TO_0 = 1e-20  # which the half types hold none of, but for bfloat16
@@ -89,7 +89,7 @@ class Origins:
 
     def note_taken(self, origins: Collection[Origin], phase: str) -> None:
         """Notes the first statement behind the data that takes what is bad there, and how it takes 0."""
-        for call in (it.call for it in of_phase("input", origins) if phase != "input"):
+        for call in (origin.call for origin in of_phase("input", origins) if phase != "input"):
             if "taken" not in call.facts:
                 call.facts["taken"] = statement_of_zeros()
 
@@ -120,7 +120,7 @@ class Origins:
 
 def of_phase(phase: str, origins: Iterable[Origin]) -> list[Origin]:
     """Returns those of some origins that are of a phase: "input" before the model, "loss" after it."""
-    return [it for it in origins if it.phase == phase]
+    return [origin for origin in origins if origin.phase == phase]
 
 
 def follow(tape: Tape, of: Operation) -> None:
@@ -129,7 +129,10 @@ def follow(tape: Tape, of: Operation) -> None:
     Constants that became 0, and casts that the script makes, are followed to what they are given to.
     """
     call, given = of.record, of.given
-    for facts in (*(it.facts for it in of.casts), *(tape.records[it].handed for it in call.parents)):
+    for facts in (
+        *(cast.facts for cast in of.casts),
+        *(tape.records[parent].handed for parent in call.parents),
+    ):
         call.facts |= facts
     if given[0].dtype not in HALF_TYPES:
         return
@@ -139,7 +142,7 @@ def follow(tape: Tape, of: Operation) -> None:
     is_cast = call.op in ops.CASTS and call.phase != "input" and is_called_by_user()
     if is_cast and not re.search(r"\.dtype|type_as", text_of(call.where)):  # not the type of another tensor
         call.facts["cast"] = call.where
-    for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
+    for name, value in [(name, call.facts[name]) for name in ("constant", "cast") if name in call.facts]:
         result = plain(given[0])
         is_lost = (result == 1) | (result == -1 if value[1] == "1" else result.abs() < SMALL)
         if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
@@ -168,7 +171,7 @@ def explain_arguments(origin: Origin, of: Operation, like: list[str]) -> None:
         call.facts["inverse"] = divisor_of(call.op, of.args) is not None
     if call.op in ops.LOGARITHMS and taken[0].dtype is torch.float32:
         call.facts["sums"] = "exp(" in text_of(call.where)  # which are small together
-    bad = [it for it in constants_in((of.args, of.kwargs), False) if not math.isfinite(it)]
+    bad = [constant for constant in constants_in((of.args, of.kwargs), False) if not math.isfinite(constant)]
     if bad and call.phase == "optimizer":
         call.facts["given"] = str(float(bad[0]))
     is_cast = call.op in ops.CASTS or call.phase == "input"  # as of a buffer, by initialize
@@ -237,13 +240,18 @@ def find_infinity(origin: Origin, of: Operation) -> Constant | None:
     taken = of.taken
     dtype = str(taken[0].dtype)[6:] if taken else ""
     if origin.call.op in ("mul", "mul_") and origin.damage.kind == "nan":
-        numbers = [*constants_in((of.args, of.kwargs), False), *(plain(it).min().item() for it in taken)]
-        found = next((it for it in numbers if math.isinf(it)), None)
+        numbers = [
+            *constants_in((of.args, of.kwargs), False),
+            *(plain(tensor).min().item() for tensor in taken),
+        ]
+        found = next((number for number in numbers if math.isinf(number)), None)
         return None if found is None else (found, str(found), dtype)
     if origin.call.op in ops.OF_ALL and taken and plain(taken[0]).isinf().any():
         return -math.inf, "-inf", dtype
     lowest = torch.finfo(taken[0].dtype).min if origin.call.op in MASKING and taken else 0.0
-    is_added = lowest and origin.damage.kind == "inf" and any((plain(it) == lowest).any() for it in taken)
+    is_added = (
+        lowest and origin.damage.kind == "inf" and any((plain(tensor) == lowest).any() for tensor in taken)
+    )
     return (lowest, "-inf", dtype) if is_added else None
 
 
@@ -265,17 +273,17 @@ def divisor_of(op: str, args: Sequence[object]) -> object:
 
 def divides_by_zero(origin: Origin, operands: Sequence[object]) -> bool | str:
     """Says whether the first bad number is a quotient or a power of 0; "number" of one that is no tensor."""
-    if any(isinstance(it, (int, float)) and it == 0 for it in operands[1:]):
+    if any(isinstance(operand, (int, float)) and operand == 0 for operand in operands[1:]):
         return "number"
-    tensors = [plain(it) for it in operands if isinstance(it, Tensor)]
+    tensors = [plain(operand) for operand in operands if isinstance(operand, Tensor)]
     divisor = tensors["div" in origin.call.op and len(tensors) > 1]
     return bool(divisor.expand(origin.damage.shape)[origin.damage.element].float().abs() < NEXT_TO_0)
 
 
 def find_nothing(of: Operation) -> str | None:
     """Says what nothing a mean is of: "ignored" targets, "empty", or a "count" of 0."""
-    tensors = [it for it in of.arguments if isinstance(it, Tensor)]
-    if any(it.numel() == 0 for it in tensors):
+    tensors = [argument for argument in of.arguments if isinstance(argument, Tensor)]
+    if any(tensor.numel() == 0 for tensor in tensors):
         return "empty"
     if of.name in ops.LOSSES and len(tensors) > 1 and not tensors[1].is_floating_point():
         kept = tensors[1][tensors[1] != of.kwargs.get("ignore_index", -100)]
@@ -303,7 +311,7 @@ def lines_with(where: str | None, constant: float) -> tuple[list[str], str]:
             text = source.text[source.begin(node) : source.end(node)].decode()
             found.setdefault(node.lineno, text if value == constant else "")
     lines = [line] if line in found else sorted(found)
-    return [f"{path}:{it}" for it in lines], found[lines[0]] if lines else ""
+    return [f"{path}:{line}" for line in lines], found[lines[0]] if lines else ""
 
 
 def number_of(node: ast.AST, lowest: float) -> float | None:

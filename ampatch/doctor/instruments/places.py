@@ -98,7 +98,7 @@ class Models:
         """Returns the modules of the class of the one that runs, in its model."""
         place = self.place
         owners = (root for root in self.roots if place and self._names[id(root)][0] == place.model)
-        modules = {path: type(it) for root in owners for path, it in root.named_modules()}
+        modules = {path: type(module) for root in owners for path, module in root.named_modules()}
         return [path for path, kind in modules.items() if place and kind is modules.get(place.module)]
 
     def name_of(self, parameter: object) -> str | None:
@@ -114,15 +114,15 @@ class Models:
     def name_held(self, tensor: Tensor) -> str | None:
         """Names the parameter or buffer in whose memory a tensor lies."""
         key = key_of(tensor)
-        held = (it for root in self.roots for it in (*root.named_parameters(), *root.named_buffers()))
-        return next((path for path, it in held if key_of(it) == key), None)
+        held = (pair for root in self.roots for pair in (*root.named_parameters(), *root.named_buffers()))
+        return next((path for path, tensor in held if key_of(tensor) == key), None)
 
     def name_of_buffer(self, tensor: Tensor) -> str | None:
         """Names the buffer that a tensor is, of models that have run or are in sight, as in `initialize`."""
         key = key_of(tensor)
-        roots = (*self.roots, *(() if self.roots else (it for _, it in modules_in_sight())))
-        held = (it for root in roots for it in root.named_buffers())
-        return next((path for path, it in held if it is tensor or key_of(it) == key), None)
+        roots = (*self.roots, *(() if self.roots else (module for _, module in modules_in_sight())))
+        held = (buffer for root in roots for buffer in root.named_buffers())
+        return next((path for path, buffer in held if buffer is tensor or key_of(buffer) == key), None)
 
     def parameters(self) -> list[Parameter]:
         """Returns the parameters of all models that have run."""
@@ -132,8 +132,8 @@ class Models:
 
     def lost_buffers(self, first: int = 0) -> list[Tensor]:
         """Returns the buffers of models, from one on, that hold inf or NaN, as a running mean may."""
-        held = (it for root in self.roots[first:] for it in root.buffers())
-        return [it for it in held if not (is_finite(it) or is_mask(it))]
+        held = (buffer for root in self.roots[first:] for buffer in root.buffers())
+        return [buffer for buffer in held if not (is_finite(buffer) or is_mask(buffer))]
 
     def named_parameters(self) -> Iterator[tuple[str, str, Parameter]]:
         for root in self.roots:
@@ -197,7 +197,7 @@ def modules_in_sight() -> Iterator[tuple[str, Module]]:
             elif not isinstance(value, (Module, ModuleType, type)):
                 held = getattr(value, "__dict__", None) or {}
                 yield from (
-                    (f"{variable}.{it}", each) for it, each in held.items() if isinstance(each, Module)
+                    (f"{variable}.{key}", each) for key, each in held.items() if isinstance(each, Module)
                 )
 
 
@@ -233,13 +233,13 @@ def user_frame() -> FrameType | None:
 def is_called_by_scaler() -> bool:
     """Says whether a loss scaler calls, ours or `torch.amp.GradScaler`."""
     files = (frame.f_code.co_filename for frame in frames())
-    inside = takewhile(lambda it: it.startswith((*OURS, "<frozen ")), files)
-    return any(it.endswith(SCALERS) for it in inside)
+    inside = takewhile(lambda path: path.startswith((*OURS, "<frozen ")), files)
+    return any(path.endswith(SCALERS) for path in inside)
 
 
 def caller() -> str:
     """Returns the file that calls, but for the doctor and what torch puts between; torch's of a thread."""
-    frame = next((it for it in frames() if not it.f_code.co_filename.startswith(BETWEEN)), None)
+    frame = next((frame for frame in frames() if not frame.f_code.co_filename.startswith(BETWEEN)), None)
     return OURS[1] if frame is None else frame.f_code.co_filename
 
 

@@ -46,9 +46,9 @@ class OwnFloat32(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         given = (*args, *kwargs.values())
-        if (name in HALVING or any(it in HALF_TYPES for it in given if isinstance(it, torch.dtype))) and (
-            is_called_by_user()
-        ):
+        if (
+            name in HALVING or any(dtype in HALF_TYPES for dtype in given if isinstance(dtype, torch.dtype))
+        ) and (is_called_by_user()):
             func = Tensor.float if name in HALVING else func
             args, kwargs = tree_map_only(torch.dtype, widen, (args, kwargs))
         return func(*args, **kwargs)
@@ -70,10 +70,12 @@ class OwnFloat32(TorchFunctionMode):
 
     def _enter(self, module: Module, args: tuple) -> tuple | None:
         """Casts half data that a layer in float32 is given."""
-        own = {it.dtype for it in module.parameters(recurse=False)}
-        if torch.float32 not in own or not any(it.dtype in HALF_TYPES for it in floating_in(args)):
+        own = {parameter.dtype for parameter in module.parameters(recurse=False)}
+        if torch.float32 not in own or not any(tensor.dtype in HALF_TYPES for tensor in floating_in(args)):
             return None
-        return tree_map_only(Tensor, lambda it: it.float() if it.dtype in HALF_TYPES else it, args)
+        return tree_map_only(
+            Tensor, lambda tensor: tensor.float() if tensor.dtype in HALF_TYPES else tensor, args
+        )
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:
@@ -86,7 +88,7 @@ def note_halved(undo: ExitStack) -> dict[str, None]:
 
     def noted(cast: Callable[..., Module], module: Module, *args: object, **kwargs: object) -> Module:
         cast(module, *args, **kwargs)
-        if is_called_by_user() and any(it.dtype in HALF_TYPES for it in module.parameters()):
+        if is_called_by_user() and any(parameter.dtype in HALF_TYPES for parameter in module.parameters()):
             lines[str(user_line())] = None
         return module
 
@@ -123,7 +125,9 @@ class LoweredRates(Instrument):
         self._given: list[tuple[dict, object]] = []
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
-        self._given = [(it, it["lr"]) for it in optimizer.param_groups if it.get("lr") is not None]
+        self._given = [
+            (group, group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None
+        ]
         for group, rate in self._given:
             group["lr"] = rate * self._factor
 
@@ -142,7 +146,7 @@ class Keeper(Instrument):
     def enter_model(self, model: Module, args: tuple) -> None:
         """Wraps those of a model that runs for the first time."""
         for root in self.clock.models.roots[self._models :]:
-            for part in (it for name, it in root.named_modules() if name in self._names):
+            for part in (module for name, module in root.named_modules() if name in self._names):
                 kind = device_of(part).type
                 part.forward = torch.amp.custom_fwd(part.forward, device_type=kind, cast_inputs=torch.float32)
         self._models = len(self.clock.models.roots)

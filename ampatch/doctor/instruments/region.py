@@ -40,18 +40,18 @@ def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
         casts = casts_of(autocast, source, frame.f_lineno, frame.f_locals)
     if casts and (change := function_in_float32(source, frame, *casts[1:])):
         return Paste(FUNCTION, (change,))
-    calls = (value_of(it.func, frame) for it in ast.walk(statement) if isinstance(it, ast.Call))
-    called = [it for it in calls if isinstance(it, Module)]
+    calls = (value_of(node.func, frame) for node in ast.walk(statement) if isinstance(node, ast.Call))
+    called = [call for call in calls if isinstance(call, Module)]
     modules = [value for value in frame.f_locals.values() if isinstance(value, Module)]
     in_half = any(is_half_tensor(parameter) for module in modules for parameter in module.parameters())
-    if called and (in_half or not casts or any([*it.children()] for it in called)):
+    if called and (in_half or not casts or any([*module.children()] for module in called)):
         return None
     is_last = isinstance(statement, ast.Return) or name_of_reduction(statement) in ("mean", "sum")
     is_part = not casts and bool(place and place.module)
     if in_half and not (is_last or is_part):
         return None
     taken = list(tensors_in_statement(statement, frame, is_half_tensor))
-    edits: list[Edit] = [(source.end(it), ".float()", 0) for it in taken]
+    edits: list[Edit] = [(source.end(name), ".float()", 0) for name in taken]
     if is_part:
         edits = cast_back(source, statement, edits, taken)
     if casts and not in_half:  # no casts of functions are on in a half model
@@ -74,7 +74,7 @@ def cast_back(
         return []
     end = source.end(value)
     last = "".join(new for at, new, _ in edits if at == end)
-    inside = [it for it in edits if it[0] != end]
+    inside = [edit for edit in edits if edit[0] != end]
     return [*inside, (source.begin(value), "(", 0), (end, f"{last}).to({ast.unparse(taken[0])}.dtype)", 0)]
 
 
@@ -92,9 +92,11 @@ def statement_of_zeros() -> Change | None:
     """Returns the statement that the user's code is at, with 0 for each inf and NaN that it takes."""
     frame, source, statement = statement_here()
     found = (
-        tensors_in_statement(statement, frame, lambda it: not is_finite(it)) if statement and frame else ()
+        tensors_in_statement(statement, frame, lambda tensor: not is_finite(tensor))
+        if statement and frame
+        else ()
     )
-    edits: list[Edit] = [(source.end(it), ".nan_to_num(0, 0, 0)", 0) for it in found]
+    edits: list[Edit] = [(source.end(node), ".nan_to_num(0, 0, 0)", 0) for node in found]
     return source.edited(statement, edits) if statement and edits else None
 
 
@@ -103,7 +105,7 @@ def function_at(where: str | None, autocast: str | None) -> Paste | None:
     source, _ = statement_of(where)
     _, line = place_of(where)
     function = source.statement_at(line, (ast.FunctionDef,))
-    taken = [it.arg for it in function.args.args] if isinstance(function, ast.FunctionDef) else []
+    taken = [arg.arg for arg in function.args.args] if isinstance(function, ast.FunctionDef) else []
     if function is None or taken[:1] in ([], ["self"]):
         return None
     return Paste(FUNCTION, (decorated(source, function, *casts_of(autocast, source, line, {})[1:]),))
@@ -114,8 +116,10 @@ def casts_of(autocast: str | None, source: Source, line: int, names: Collection[
     if autocast:
         decorator = f"torch.amp.custom_fwd(device_type={autocast!r}, cast_inputs=torch.float32)"
         return f"torch.autocast({autocast!r}, enabled=False)", (decorator,), ()
-    imports = [it for it in source.tree.body if isinstance(it, (ast.Import, ast.ImportFrom))]
-    above = [it.asname or it.name for each in imports for it in each.names if each.lineno < line]
+    imports = [
+        statement for statement in source.tree.body if isinstance(statement, (ast.Import, ast.ImportFrom))
+    ]
+    above = [name.asname or name.name for each in imports for name in each.names if each.lineno < line]
     needed = () if "amp" in (*above, *names) else ("import ampatch as amp",)
     return "amp.disable_casts()", ("amp.float_function", "amp.disable_casts()"), needed
 
@@ -128,20 +132,20 @@ def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imp
     elif not isinstance(function, ast.FunctionDef) or function.name != frame.f_code.co_name:
         return None
     taken = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    is_of_function = any(isinstance(frame.f_locals.get(it), BackwardCFunction) for it in taken[:1])
+    is_of_function = any(isinstance(frame.f_locals.get(name), BackwardCFunction) for name in taken[:1])
     if is_of_function and frame.f_code.co_name == "backward":
         return None  # a backward, of which the gradients have the types of what its forward took
-    names = {it.id for it in ast.walk(function) if isinstance(it, ast.Name)}
-    used = [frame.f_locals.get(it, frame.f_globals.get(it)) for it in names]
-    uses_model = any(isinstance(it, Module) and any(True for _ in it.parameters()) for it in used)
-    if uses_model or not any(isinstance(frame.f_locals.get(it), Tensor) for it in taken):
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    used = [frame.f_locals.get(name, frame.f_globals.get(name)) for name in names]
+    uses_model = any(isinstance(value, Module) and any(True for _ in value.parameters()) for value in used)
+    if uses_model or not any(isinstance(frame.f_locals.get(name), Tensor) for name in taken):
         return None
     if not isinstance(function, ast.FunctionDef):
-        lambdas = [it for it in ast.walk(function) if isinstance(it, ast.Lambda)]
-        parts = [it for it in lambdas if tuple(each.arg for each in it.args.args) == taken]
-        opened = "".join(f"{it}(" for it in decorators)
-        edits = [(source.begin(it), opened, 0) for it in parts]
-        edits += [(source.end(it), ")" * len(decorators), 0) for it in parts]
+        lambdas = [node for node in ast.walk(function) if isinstance(node, ast.Lambda)]
+        parts = [function for function in lambdas if tuple(each.arg for each in function.args.args) == taken]
+        opened = "".join(f"{decorator}(" for decorator in decorators)
+        edits = [(source.begin(part), opened, 0) for part in parts]
+        edits += [(source.end(part), ")" * len(decorators), 0) for part in parts]
         if not imports:
             return source.edited(function, edits)
         return source.replaced(function, (*imports, *source.text_of(function, edits)))
@@ -150,7 +154,7 @@ def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imp
 
 def decorated(source: Source, function: ast.stmt, decorators: Lines, imports: Lines) -> Change:
     """Returns the change of the first line of a function, with what stands above it then."""
-    lines = (*imports, *(f"@{it}" for it in decorators), source.line(function.lineno))
+    lines = (*imports, *(f"@{decorator}" for decorator in decorators), source.line(function.lineno))
     return source.change(function.lineno, function.lineno, lines)
 
 

@@ -49,7 +49,7 @@ class Op:
 
     @property
     def is_half(self) -> bool:
-        return any(it in HALF for it in self.given)
+        return any(dtype in HALF for dtype in self.given)
 
     @property
     def site(self) -> tuple[object, ...]:
@@ -71,16 +71,18 @@ class Tape:
 
     def add(self, record: Op, taken: Collection[Tensor] = (), given: Collection[Tensor] = ()) -> None:
         """Adds a record of what takes and gives some tensors; `put` then has these come of it."""
-        record.dtype = next((str(it.dtype)[6:] for it in given), "")
-        record.taken, record.given = (tuple(str(it.dtype)[6:] for it in each) for each in (taken, given))
+        record.dtype = next((str(tensor.dtype)[6:] for tensor in given), "")
+        record.taken, record.given = (
+            tuple(str(tensor.dtype)[6:] for tensor in each) for each in (taken, given)
+        )
         record.parents = self.makers_of([*taken, *given])
-        record.origins = {origin for it in record.parents for origin in self.records[it].origins}
+        record.origins = {origin for parent in record.parents for origin in self.records[parent].origins}
         record.number = len(self.records)
         self.records.append(record)
 
     def put(self, record: Op, given: Collection[Tensor]) -> None:
         """Has tensors come of a record."""
-        self._made.update((key_of(it), record.number) for it in given)
+        self._made.update((key_of(tensor), record.number) for tensor in given)
 
     def keep(self) -> None:
         self._early = len(self.records), self._made.copy()
@@ -94,8 +96,8 @@ class Tape:
     def makers_of(self, tensors: Collection[Tensor]) -> tuple[int, ...]:
         """Returns the records, by number, of what made some tensors, each once."""
         self._begin()
-        found = (self._made.get(key_of(it)) for it in tensors) if self._made else ()
-        return tuple(dict.fromkeys(it for it in found if it is not None))
+        found = (self._made.get(key_of(tensor)) for tensor in tensors) if self._made else ()
+        return tuple(dict.fromkeys(number for number in found if number is not None))
 
     def before(self, numbers: Collection[int], through: Collection[str] | None = None) -> Iterator[Op]:
         """Yields records, and those before them, each once; only `through` operations of these names."""
@@ -104,20 +106,20 @@ class Tape:
             record = self.records[waiting.pop()]
             yield record
             if through is None or record.op in through:
-                waiting += (new := [it for it in record.parents if it not in seen])
+                waiting += (new := [parent for parent in record.parents if parent not in seen])
                 seen.update(new)
 
     # ---- Origins of bad numbers ----
 
     def origins_of(self, *tensors: Tensor) -> set[Origin]:
-        return {origin for it in self.makers_of(tensors) for origin in self.records[it].origins}
+        return {origin for maker in self.makers_of(tensors) for origin in self.records[maker].origins}
 
     def mark(self, tensor: Tensor, origins: set[Origin]) -> None:
         """Notes origins of what is in a tensor, and in all that shares its memory."""
         self.add(record := Op("", "", None, None), [tensor])
         record.origins |= origins
-        for it in record.parents:
-            record.handed |= self.records[it].handed
+        for parent in record.parents:
+            record.handed |= self.records[parent].handed
         self.put(record, [tensor])
 
 

@@ -104,8 +104,8 @@ class Trace(OperationInstrument):
 
     def _note_batch_sizes(self, args: tuple) -> None:
         with quiet():
-            sized = tensors_in([it for it in args if not isinstance(it, PackedSequence)])
-            self.origins.batch_sizes = tuple(it.shape[0] for it in sized if it.dim())
+            sized = tensors_in([arg for arg in args if not isinstance(arg, PackedSequence)])
+            self.origins.batch_sizes = tuple(tensor.shape[0] for tensor in sized if tensor.dim())
 
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
@@ -163,7 +163,7 @@ class Trace(OperationInstrument):
         """Looks at what the step made of the weights; the next window begins."""
         if self.active:
             weights = *places.parameters_of(optimizer), *self.models.parameters()  # masters, and their halves
-            lost = [it for it in weights if not is_finite(it)] + self.models.lost_buffers()
+            lost = [weight for weight in weights if not is_finite(weight)] + self.models.lost_buffers()
             self.origins.reach(self.tape.origins_of(*lost))
         self.origins.end_attempt()
         if self.window is not None and self.clock.attempt >= self._last and not self.goes_on:
@@ -173,7 +173,9 @@ class Trace(OperationInstrument):
     def found(self) -> list[Origin]:
         """Returns the origins, in the order of their appearance."""
         self.origins.give_up()
-        return [it for it in self.origins.all if it.has_reached or it.turns or not it.is_quiet]
+        return [
+            origin for origin in self.origins.all if origin.has_reached or origin.turns or not origin.is_quiet
+        ]
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells, but for what the script itself has written."""
@@ -183,7 +185,7 @@ class Trace(OperationInstrument):
     def before(self, operation: Operation) -> Kept | None:
         """Returns what is bad before an operation that writes into it, and the largest number."""
         if operation.name in ops.ASKING and operation.record.phase != "input":
-            bad = (it for it in operation.taken if not is_finite(it))
+            bad = (tensor for tensor in operation.taken if not is_finite(tensor))
             self.origins.asked |= self.tape.origins_of(*bad)
         return examine_all(operation.taken) if operation.writes else None
 
@@ -195,7 +197,7 @@ class Trace(OperationInstrument):
         self._look(operation.record, operation, kept)
         records = [operation.record, *operation.casts]
         for origin in self.origins.all:
-            if any(origin.call is it for it in records):
+            if any(origin.call is record for record in records):
                 explain_arguments(origin, operation, self.models.like_place())
 
     def see_error(self, operation: Operation, error: Exception) -> None:
@@ -217,11 +219,13 @@ class Trace(OperationInstrument):
         bad, largest = kept or ([], None)
         came = self.tape.origins_of(*bad)
         if any(word in call.op for word in ops.WEIGHING):
-            came = {it for it in came if not it.is_quiet}
+            came = {origin for origin in came if not origin.is_quiet}
         if self.clock.within is not None and bad and not came:
             return  # gradients that were bad before
         damage = None if worst is None else examine(worst, bool(bad))
-        if bad and damage is None and not any(it.requires_grad for it in bad):  # data that a mask hides
+        if (
+            bad and damage is None and not any(tensor.requires_grad for tensor in bad)
+        ):  # data that a mask hides
             call.origins, call.hidden = self.tape.origins_of(*filter(is_finite, taken)), came
         if damage is not None and bad and not came:
             call.origins |= (came := self._find_unseen(call, bad))
@@ -246,12 +250,14 @@ class Trace(OperationInstrument):
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
         call.infinite = examine(bad[0]) if of_mask and bad else None
-        call.is_data = any(bool((plain(it) == math.inf).any()) for it in bad)
+        call.is_data = any(bool((plain(tensor) == math.inf).any()) for tensor in bad)
 
     def _region(self, call: Op, of: Operation) -> Paste | None:
         if not any(map(is_half_tensor, of.taken)):
             before = self.tape.before(call.parents)
-            source = next((it for it in before if it.dtype in HALF and it.op not in ops.CASTS), None)
+            source = next(
+                (record for record in before if record.dtype in HALF and record.op not in ops.CASTS), None
+            )
             if source and source.place:
                 call.facts |= {"alike": [source.place.module], "model": source.place.model}
             return function_at(source and source.where, of.record.autocast)
@@ -290,12 +296,14 @@ class Trace(OperationInstrument):
             return
         if call.infinite is not None:
             call.facts |= {"masked": True, "constant": (-math.inf, "-inf", call.dtype)} | call.facts
-        takers = (it for it in self.tape.records if call.number in it.parents)
+        takers = (record for record in self.tape.records if call.number in record.parents)
         if call.op in ops.CASTS and (taker := next(takers, call)).op in ops.LOGARITHMS:
             call = taker  # whose gradient is 1 / p: the cast is not to blame
         if call.op not in ops.SUMS:  # of a layer of torch's the line is that which calls it
-            like = (it for it in self.tape.records if (it.op, it.where) == (call.op, call.where))
-            call.facts["alike"] = sorted({it.place.module for it in like if it.place})
+            like = (
+                record for record in self.tape.records if (record.op, record.where) == (call.op, call.where)
+            )
+            call.facts["alike"] = sorted({record.place.module for record in like if record.place})
         call.facts["function"] = hasattr(node, "saved_tensors")  # one of Python
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         more["is_of_scale"] = ops.is_cured_by_scale(node, taken, self.clock.get_scale())

@@ -62,10 +62,12 @@ def is_finite(tensor: Tensor) -> bool:
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Says whether all numbers of some tensors are finite; costs a host sync."""
-    found = [it for it in tensors if is_inexact(it) and not it.is_meta and it.numel()]
-    if len(found) > 1 and all(type(it) in PLAIN and it.layout is torch.strided for it in found):
+    found = [tensor for tensor in tensors if is_inexact(tensor) and not tensor.is_meta and tensor.numel()]
+    if len(found) > 1 and all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in found):
         with suppress(RuntimeError):  # of tensors on several devices
-            lengths = torch._foreach_norm([it.detach() for it in found])  # on a CPU faster than the largest
+            lengths = torch._foreach_norm(
+                [tensor.detach() for tensor in found]
+            )  # on a CPU faster than the largest
             if torch.isfinite(torch.stack(lengths)).all():  # else a square may have overflowed
                 return True
     return all(map(is_finite, found))
@@ -127,7 +129,7 @@ def largest_of(tensors: list[Tensor]) -> float | None:
 
 
 def examine_all(tensors: Tensors) -> Kept:
-    return [it for it in tensors if not is_finite(it)], largest_of(tensors)
+    return [tensor for tensor in tensors if not is_finite(tensor)], largest_of(tensors)
 
 
 def node_of(tensor: Tensor) -> object:

@@ -93,7 +93,7 @@ class Watch(Instrument):
             self._models = len(self.clock.models.roots)
         if torch.is_grad_enabled():
             self.is_open = True
-            self.is_half |= any(it.dtype in HALF_TYPES for it in model.parameters())
+            self.is_half |= any(parameter.dtype in HALF_TYPES for parameter in model.parameters())
             self._now.left_out |= self._is_bad
             self._is_bad = False
 
@@ -105,14 +105,14 @@ class Watch(Instrument):
         """Looks at the loss, and at the scale of ours; that of torch is asked at the attempt."""
         self._is_bad, self._has_backward = False, True
         self._now.loss &= are_finite(losses)
-        self._losses.append(sum(it.sum().item() for it in losses))
+        self._losses.append(sum(loss.sum().item() for loss in losses))
         parameters = self.clock.models.parameters()
         self._old = set() if have_finite_grads(parameters) else bad_of(parameters)
         if (scaler := self.clock.scaler) is not None:
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
 
     def end_backward(self) -> None:
-        made = (it for it in self.clock.models.parameters() if id(it) not in self._old)
+        made = (parameter for parameter in self.clock.models.parameters() if id(parameter) not in self._old)
         self._now.gradients &= have_finite_grads(made)
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
@@ -121,7 +121,7 @@ class Watch(Instrument):
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), True
         elif self._now.scale is None and not self._has_backward and self.attempts:  # the second of one loss
             self._now = replace(self.attempts[-1], weights=True, left_out=False, is_again=True)
-        own = (it for it in parameters_of(optimizer) if id(it) in self._old)
+        own = (parameter for parameter in parameters_of(optimizer) if id(parameter) in self._old)
         self._now.gradients &= have_finite_grads(own)
         self._now.step = self._steps[optimizer]
         self._steps[optimizer] += 1
@@ -131,7 +131,7 @@ class Watch(Instrument):
         state = tensors_in(list(optimizer.state.values()))
         held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
         self._now.weights &= are_finite(held)
-        lost = [it for it in self.clock.models.lost_buffers() if id(it) not in self._unset]
+        lost = [buffer for buffer in self.clock.models.lost_buffers() if id(buffer) not in self._unset]
         self._now.weights &= not lost
         self._now.buffer = self.clock.models.name_of_buffer(lost[0]) if lost else None
         if self._losses:
@@ -145,11 +145,15 @@ class Watch(Instrument):
 
 
 def have_finite_grads(parameters: Iterable[Tensor]) -> bool:
-    return are_finite(it.grad for it in parameters if it.grad is not None)
+    return are_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
 
 
 def bad_of(parameters: Iterable[Tensor]) -> set[int]:
-    return {id(it) for it in parameters if it.grad is not None and not is_finite(it.grad)}
+    return {
+        id(parameter)
+        for parameter in parameters
+        if parameter.grad is not None and not is_finite(parameter.grad)
+    }
 
 
 # ---- Numbers that grow ----
@@ -192,7 +196,7 @@ class Growth(Instrument):
 
     def _note(self, layer: Layer, tensors: Iterable[Tensor]) -> None:
         key = layer, self.clock.attempt
-        for values in (plain(it) for it in tensors if it.numel() and not it.is_meta):
+        for values in (plain(tensor) for tensor in tensors if tensor.numel() and not tensor.is_meta):
             if values.numel():  # of a sharded tensor another rank may have all
                 largest = values.abs().amax()
                 known = self._waiting.get(key)
@@ -223,13 +227,19 @@ class Growth(Instrument):
         """
         self._fetch()
         half = self._half or "float16"
-        outputs = {layer: it for layer, it in self._known.items() if layer[0] == "output"}
-        weights = [it for layer, it in self._known.items() if layer[0] == "weight" and it.first]
-        times, grew = max((it.largest / it.first for it in weights if it.largest < math.inf), default=1.0), ""
-        growing = {layer: it for layer, it in outputs.items() if it.latest > GROWN * it.first}
+        outputs = {layer: growth for layer, growth in self._known.items() if layer[0] == "output"}
+        weights = [growth for layer, growth in self._known.items() if layer[0] == "weight" and growth.first]
+        times, grew = (
+            max(
+                (growth.largest / growth.first for growth in weights if growth.largest < math.inf),
+                default=1.0,
+            ),
+            "",
+        )
+        growing = {layer: growth for layer, growth in outputs.items() if growth.latest > GROWN * growth.first}
         limit = torch.finfo(getattr(torch, half)).max
-        if growing and max(it.largest for it in outputs.values()) > limit / NEAR:
-            start = min(it.still for it in growing.values())
+        if growing and max(growth.largest for growth in outputs.values()) > limit / NEAR:
+            start = min(growth.still for growth in growing.values())
             start += int(TOGETHER * (self.clock.attempt - start))
             (_, *names), began = next(pair for pair in growing.items() if pair[1].still <= start)
             times = max(times, began.latest / began.first)

@@ -297,7 +297,7 @@ class Copies:
 
     @torch.no_grad()
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors, self._saved = tensors, [torch.empty_like(it) for it in tensors]
+        self._tensors, self._saved = tensors, [torch.empty_like(tensor) for tensor in tensors]
         copy_all(self._saved, tensors)
 
     @contextmanager
@@ -333,7 +333,7 @@ def put_back(variables: Variables) -> Iterator[None]:
 
 
 def plain_in(space: Space) -> Space:
-    return {name: it for name, it in space.items() if type(it) in PLAIN}
+    return {name: value for name, value in space.items() if type(value) in PLAIN}
 
 
 def globals_of(modules: Iterable[Module]) -> list[Space]:
@@ -354,10 +354,16 @@ class ModelState:
         modules = list(model.modules())
         self.device = device_of(model)
         self._files = globals_of(modules)
-        self._own = [weakref.ref(it) for it in modules if not type(it).__module__.startswith("torch.")]
-        self._owners = [(weakref.ref(it), name) for it in modules for name in it._buffers]
-        plain = [it for it in model.parameters() if type(it) is Parameter and it.numel()]
-        self._at_first = [(weakref.ref(it), it.detach().abs().amax()) for it in plain]
+        self._own = [
+            weakref.ref(module) for module in modules if not type(module).__module__.startswith("torch.")
+        ]
+        self._owners = [(weakref.ref(module), name) for module in modules for name in module._buffers]
+        plain = [
+            parameter
+            for parameter in model.parameters()
+            if type(parameter) is Parameter and parameter.numel()
+        ]
+        self._at_first = [(weakref.ref(parameter), parameter.detach().abs().amax()) for parameter in plain]
 
     def times_grown(self) -> float:
         """Returns how many times as large as at first the weight is that grew most; waits for the device."""
@@ -368,11 +374,11 @@ class ModelState:
     def save(self) -> tuple[Copies, Attributes]:
         """Copies buffers, and plain attributes of the user's modules; no host sync."""
         buffers = [owner._buffers.get(name) for find, name in self._owners if (owner := find()) is not None]
-        attributes = [(find, plain_in(vars(it))) for find in self._own if (it := find()) is not None]
-        return Copies([it for it in buffers if it is not None]), attributes
+        attributes = [(find, plain_in(vars(module))) for find in self._own if (module := find()) is not None]
+        return Copies([buffer for buffer in buffers if buffer is not None]), attributes
 
     def variables(self) -> Variables:
         """Returns plain global variables of the user's files, and small dictionaries of them."""
-        values = (it for space in self._files for it in space.values())
-        held = [it for it in values if type(it) is dict and len(it) <= MOST_ENTRIES]
+        values = (value for space in self._files for value in space.values())
+        held = [value for value in values if type(value) is dict and len(value) <= MOST_ENTRIES]
         return [(space, plain_in(space)) for space in (*self._files, *held)]

@@ -83,12 +83,12 @@ def replay(
             run_again(again, trace)
             found.survives, found.oversized = again.is_finite(), tuple(oversized.names)
             behind = found_by(trace, record, optimizer) if trace is not None else []
-            found.origins = [it for it in behind if it.has_reached] + found.origins
+            found.origins = [origin for origin in behind if origin.has_reached] + found.origins
     except Exception as error:  # of the script's own code, or of torch: training goes on
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = "whether float32 survives is not known" if found.origins else "it could not be replayed"
         found.unknown.append(f"{what}: {said}")
-    if not found.unknown and not any(it.has_reached for it in found.origins):
+    if not found.unknown and not any(origin.has_reached for origin in found.origins):
         why = "another rank may have broken it" if has_ranks() else "it drew from elsewhere than torch"
         found.unknown.append(f"it did not break again when it was replayed: {why}")
     return found
@@ -116,7 +116,7 @@ def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices))
         for buffers, attributes in record.state.values():
             stack.enter_context(buffers.restored())
-            found = [(vars(it), values) for find, values in attributes if (it := find()) is not None]
+            found = [(vars(owner), values) for find, values in attributes if (owner := find()) is not None]
             stack.enter_context(put_back(found))
         for parameter in [parameter for model in models for parameter in model.parameters()]:
             stack.callback(setattr, parameter, "grad", parameter.grad)
@@ -143,7 +143,7 @@ def found_by(trace: Trace, record: Record, optimizer: Optimizer) -> list[Origin]
     with quiet():
         trace.end_attempt(optimizer)
     origins = trace.found()
-    if not record.slots.is_whole and not any(it.has_reached for it in origins):
+    if not record.slots.is_whole and not any(origin.has_reached for origin in origins):
         for value, event in zip(record.losses, record.of(Backward), strict=False):
             if not is_finite(value):
                 call = Op("", "loss", None, call_at(event.frames, user_line), str(value.dtype)[6:])

@@ -75,12 +75,14 @@ class Patient(amp.Observer):
 
     def _explained(self, found: Sequence[Finding]) -> tuple[Finding, ...]:
         keep = modules_to_keep(found, self.oversized)
-        return tuple(explain(replace(it, keep=keep)) for it in found)
+        return tuple(explain(replace(finding, keep=keep)) for finding in found)
 
     @property
     def harmless(self) -> tuple[Finding, ...]:
         """What broke in a step that was replayed, and reached nothing."""
-        return self._explained(merge(self.attempts, [it for it in self.origins if not it.has_reached]))
+        return self._explained(
+            merge(self.attempts, [origin for origin in self.origins if not origin.has_reached])
+        )
 
     def report(self) -> Report:
         """Returns what was found as `ampatch doctor` reports it; `runs` counts the replays."""
@@ -122,9 +124,9 @@ class Patient(amp.Observer):
     def _note(
         self, index: int, origins: Sequence[Origin], survives: bool | None = None, grown: float = 1.0
     ) -> None:
-        for it in origins:
-            it.call.facts["grown"] = grown
-            it.attempt, it.float32_survives = index, survives
+        for origin in origins:
+            origin.call.facts["grown"] = grown
+            origin.attempt, origin.float32_survives = index, survives
         self.origins += origins
 
     def examine(
@@ -140,13 +142,13 @@ class Patient(amp.Observer):
         self.replays += 1
         self.oversized += came.oversized
         self.unknown += [f"step {last.step}: {line}" for line in came.unknown]
-        of_weights = [it for it in came.origins if it.phase == "optimizer" and not it.call.op]
+        of_weights = [origin for origin in came.origins if origin.phase == "optimizer" and not origin.call.op]
         self._is_over |= bool(of_weights)
         if of_weights and not self.latest:  # no step has made them
-            for it in of_weights:
-                it.phase = "input"
+            for origin in of_weights:
+                origin.phase = "input"
         elif of_weights:
-            came.origins = [it for it in came.origins if it not in of_weights]
+            came.origins = [origin for origin in came.origins if origin not in of_weights]
             if self.attempts[-2].is_finite:
                 note_eps(of_weights, optimizer)
                 self._note(self.latest - 1, of_weights, came.survives, grown)
@@ -158,7 +160,9 @@ class Patient(amp.Observer):
         """Says at the end whether the last step left bad weights, which costs a host sync."""
         named = [pair for model in models for pair in model.named_parameters()]
         if self.attempts and self.attempts[-1].is_finite:
-            self._look_at_weights(next(((name, it) for name, it in named if not is_finite(it)), None))
+            self._look_at_weights(
+                next(((name, tensor) for name, tensor in named if not is_finite(tensor)), None)
+            )
         self._tell(is_end=True)
 
     def _look_at_weights(self, bad: tuple[str, Tensor] | None) -> None:
@@ -167,16 +171,16 @@ class Patient(amp.Observer):
         call = Op("", "optimizer", None, None)
         origin = Origin(call, "optimizer", examine(bad[1]), 0, parameter=bad[0], has_reached=True)
         last = self.attempts[-1]
-        self._blame_weights(self.latest, last.step + sum(it is last for it in self.attempts) - 1)
+        self._blame_weights(self.latest, last.step + sum(attempt is last for attempt in self.attempts) - 1)
         self._note(self.latest, [origin])
         self.unknown.append("the last step left bad weights: which operation of the optimizer made them")
 
     def _tell(self, is_end: bool = False) -> None:
         """Logs findings that are new; of a scale that no step was made with more may be too large."""
-        for it in self._found(is_end or self._good > 0):
-            if it.identity not in self._logged:
-                self._logged.add(it.identity)
-                asked.warning("%s", "\n".join(describe_finding(it)))
+        for finding in self._found(is_end or self._good > 0):
+            if finding.identity not in self._logged:
+                self._logged.add(finding.identity)
+                asked.warning("%s", "\n".join(describe_finding(finding)))
 
 
 def note_eps(origins: Sequence[Origin], optimizer: Optimizer) -> None:
@@ -184,8 +188,8 @@ def note_eps(origins: Sequence[Origin], optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         eps, dtype = group.get("eps"), group["params"][0].dtype
         if eps and torch.tensor(eps, dtype=dtype) == 0:
-            for it in origins:
-                it.call.facts = {"constant": (eps, "0", str(dtype)[6:])}
+            for origin in origins:
+                origin.call.facts = {"constant": (eps, "0", str(dtype)[6:])}
 
 
 # ---- The hooks ----
@@ -291,11 +295,11 @@ class Watcher(Instrument):
         record = self._record
         if self._patient.is_replaying or not record.events:
             return
-        roots = [record.slots.find(it) for it in losses]
+        roots = [record.slots.find(loss) for loss in losses]
         record.slots.is_whole &= None not in roots
         options = record.slots.refer(self.clock.backward_options)
         # data has no version
-        record.losses += [it.detach().clone() if it.dim() else it.data for it in losses]
+        record.losses += [loss.detach().clone() if loss.dim() else loss.data for loss in losses]
         record.events.append(Backward(roots, options, capture(1)))
 
     # ---- Steps ----
@@ -324,13 +328,15 @@ class Watcher(Instrument):
             return
         self._broken = record
         if record.weights is None and not self._patient.is_done:  # nor has another optimizer changed them
-            weights = [it for model in alive(self._models) for it in model.parameters()]
-            masters = [it for one in alive(self._optimizers.values()) for it in parameters_of(one)]
+            weights = [parameter for model in alive(self._models) for parameter in model.parameters()]
+            masters = [
+                parameter for one in alive(self._optimizers.values()) for parameter in parameters_of(one)
+            ]
             record.weights = Copies([*dict.fromkeys([*weights, *masters])])
             record.grown = self._times_grown()
 
     def _times_grown(self) -> float:
-        return max((it.times_grown() for it in self._states.values()), default=1.0)
+        return max((state.times_grown() for state in self._states.values()), default=1.0)
 
     def _may_skip(self, optimizer: Optimizer) -> bool:
         """Says whether a loss scaler looks at the gradients, which has them checked once."""
@@ -348,7 +354,9 @@ class Watcher(Instrument):
         self._is_over, self._broken = True, None
         if not self._patient.add(attempt):
             return
-        patients = [it for it in amp.observers() if isinstance(it, Patient)]  # of the same model, maybe
+        patients = [
+            observer for observer in amp.observers() if isinstance(observer, Patient)
+        ]  # of the same model, maybe
         for patient in patients:
             patient.is_replaying = True
         try:
@@ -368,9 +376,9 @@ class Watcher(Instrument):
             if getattr(optimizer, "_step_supports_amp_scaling", False):  # which skips on the device
                 skipped |= any(map(bool, self._scaling._found_inf_per_device(optimizer).values()))
         elif outcomes:
-            skipped = any(overflowed for overflowed, *_ in (it.read() for it in outcomes))
+            skipped = any(overflowed for overflowed, *_ in (outcome.read() for outcome in outcomes))
             scale = outcomes[0].read()[1]
-            loss = all(it.is_loss_finite is not False for it in outcomes)
+            loss = all(outcome.is_loss_finite is not False for outcome in outcomes)
         else:
             # Where no block of `scale_loss` was for it, nobody has looked at the gradients.
             skipped = not is_bad and self._may_skip(optimizer) and self._check.is_bad(gradients_of(optimizer))
@@ -402,10 +410,10 @@ class Check:
 
     def _is_any_bad(self, tensors: list[Tensor]) -> bool:
         """Says whether a number is not finite; raises RuntimeError for what is not dense and on the host."""
-        large = [it for it in tensors if it.numel() > LARGE]
+        large = [tensor for tensor in tensors if tensor.numel() > LARGE]
         are_plain = large and all(each.is_cpu and each.layout is torch.strided for each in large)
         if are_plain and torch.stack([each.sum() for each in large]).sum().isfinite():  # no number is bad
-            tensors = [it for it in tensors if it.numel() <= LARGE]
+            tensors = [tensor for tensor in tensors if tensor.numel() <= LARGE]
         check_and_unscale_(tensors, self._found, self._one)  # by 1: it changes nothing
         is_bad = self._found.item() > 0
         if is_bad:

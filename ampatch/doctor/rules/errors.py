@@ -52,12 +52,12 @@ class ScriptError:
 def read_error(status: int, said: str) -> ScriptError:
     """Reads what a process said before it ended."""
     lines = (said.strip() or "it said nothing").splitlines()
-    error = next((it for it in reversed(lines) if re.match(r"[\w.]+Error\b", it)), "")
+    error = next((line for line in reversed(lines) if re.match(r"[\w.]+Error\b", line)), "")
     _, _, forward = said.partition("Traceback of forward call")  # by torch, of an error in a backward pass
     frames = [
-        it
-        for it in FRAME.findall(forward.partition("Traceback (most")[0] or said)
-        if not it[0].startswith(OURS)
+        frame
+        for frame in FRAME.findall(forward.partition("Traceback (most")[0] or said)
+        if not frame[0].startswith(OURS)
     ]
     where = f"{frames[-1][0].removeprefix(SHOWN)}:{frames[-1][1]}" if frames else None
     advice = next((text for part, text in ADVICE.items() if part in error), "")

@@ -44,7 +44,7 @@ RULES = (  # the first that explains a finding is its cause
         "weight bad at first",
         "{made_weight} before the first step.",
         (do.SET_WEIGHT,),
-        (("input",), is_of_weight, lambda it: "constant" not in it.facts),
+        (("input",), is_of_weight, lambda finding: "constant" not in finding.facts),
     ),
     Rule(
         "cast of the input",
@@ -75,7 +75,7 @@ RULES = (  # the first that explains a finding is its cause
         "update too large",
         "{made}{limit} That is of the update of {parameter}.",
         (do.SLOWER, "clip gradients before the step"),
-        (("optimizer",), is_of_weight, lambda it: not it.facts.get("zero")),
+        (("optimizer",), is_of_weight, lambda finding: not finding.facts.get("zero")),
     ),
     Rule(
         "weight too large for half",
@@ -106,14 +106,14 @@ RULES = (  # the first that explains a finding is its cause
         "types that differ",
         "{op} raises an error, in half alone: {error}",
         (do.cast_alike, do.pair_casts, *PRECISION),
-        (lambda it: bool(re.search("dtype|scalar type", str(it.facts.get("error")))),),
+        (lambda finding: bool(re.search("dtype|scalar type", str(finding.facts.get("error")))),),
     ),
     Rule("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),
     Rule(
         "limit that does not fit",
         UNFIT,
         (*PRECISION, do.write),
-        (has("raised"), lambda it: it.op.startswith("clamp")),
+        (has("raised"), lambda finding: finding.op.startswith("clamp")),
     ),
     Rule("constant that does not fit", UNFIT, (do.write, do.FINFO), (has("raised"),)),
     Rule(
@@ -132,7 +132,7 @@ RULES = (  # the first that explains a finding is its cause
         "count of 0",
         "{made} It divides by a count of 0.",
         (do.CLAMP_COUNT, "skip what there is nothing of"),
-        (has("nothing", "count"), lambda it: it.phase != "optimizer"),
+        (has("nothing", "count"), lambda finding: finding.phase != "optimizer"),
     ),
     Rule(
         "mask in the backward",
@@ -167,7 +167,7 @@ RULES = (  # the first that explains a finding is its cause
         "cast by hand",
         "{made}{limit} The script itself casts to half, at {cast}.",
         (do.cast_back, *SMALLER, do.take_bfloat16),
-        (has("cast"), lambda it: it.facts.get("constant", (0, "inf"))[1] not in ("0", "1")),
+        (has("cast"), lambda finding: finding.facts.get("constant", (0, "inf"))[1] not in ("0", "1")),
     ),
     Rule(
         TOO_LARGE,
@@ -259,7 +259,7 @@ RULES = (  # the first that explains a finding is its cause
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
         (do.keep, do.paste, do.CLAMP_DIVISOR, do.leave_nothing_out, do.take_bfloat16),
-        (lambda it: it.facts.get("zero", True),),
+        (lambda finding: finding.facts.get("zero", True),),
         ops.QUOTIENTS,
     ),
     Rule("data", "{made} " + BAD_DATA, (do.take_zeros, do.MEND_DATA), (("input",),)),

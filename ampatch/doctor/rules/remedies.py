@@ -61,9 +61,12 @@ def keep(finding: Finding) -> Fix | None:
     kept = finding.keep if finding.phase == "forward" else ()
     if kept and not finding.facts.get("own"):
         alike = []
-    names = [*kept, *(it for it in alike if it and not any(f"{it}.".startswith(f"{each}.") for each in kept))]
+    names = [
+        *kept,
+        *(name for name in alike if name and not any(f"{name}.".startswith(f"{each}.") for each in kept)),
+    ]
     if finding.op in EXPONENTIALS and finding.facts.get("own") and not finding.autocast:  # and its like
-        names = list(dict.fromkeys(re.sub(r"([a-z_]\w*)\.\d+", r"\1.*", it) for it in names))
+        names = list(dict.fromkeys(re.sub(r"([a-z_]\w*)\.\d+", r"\1.*", name) for name in names))
     model = finding.model or finding.facts.get("model")
     is_own = finding.facts.get("halved") and not finding.autocast  # which no level reaches
     if is_own or not (finding.float32_survives and names and model):
@@ -128,13 +131,15 @@ def own_type(lines: Sequence[str], dtype: str, why: str) -> Fix | None:
     """Writes another type where a script itself makes a model half: in all of the file of the first line."""
     changes = retyped(lines[0], dtype)
     places: dict[str, list[str]] = {}  # by what is written there
-    for it in changes:
-        found = re.search(r"(torch)?\.(bfloat16|float16|half)\b(\(\))?", lines_on_disk(it.file)[it.first - 1])
+    for change in changes:
+        found = re.search(
+            r"(torch)?\.(bfloat16|float16|half)\b(\(\))?", lines_on_disk(change.file)[change.first - 1]
+        )
         is_method = bool(found and found[3] and not found[1])
         old = found[2] if found else "half"
         new = f".{dtype.removesuffix('32')}()" if is_method else f"torch.{dtype}"
         said = f"write {new} in the place of {'.' * is_method}{old}{'()' * is_method}"
-        places.setdefault(said, []).append(shown(it.where))
+        places.setdefault(said, []).append(shown(change.where))
     title = ", and ".join(f"{said}, at {' and '.join(at)}" for said, at in places.items()) + why
     return Paste(title, changes, False) if changes else None
 
@@ -148,7 +153,7 @@ def leave_own_half(finding: Finding) -> Fix | None:
 
 def keep_makers(finding: Finding) -> Fix | None:
     """Has the parts of a model run in float32 whose outputs an operation takes."""
-    parts = dict.fromkeys(it.partition(".")[0] for it in finding.facts.get("makers", ()))
+    parts = dict.fromkeys(maker.partition(".")[0] for maker in finding.facts.get("makers", ()))
     return keep(replace(finding, module="", facts=finding.facts | {"alike": list(parts)}))
 
 
@@ -203,7 +208,7 @@ def subtract_maximum(finding: Finding) -> Fix | None:
     """Has an exponential be of what is at most 0, where a quotient takes it, as in a softmax by hand."""
     _, statement = statement_of(finding.where)
     found = (getattr(statement, "value", None), *map(dividend_of, ast.walk(statement) if statement else ()))
-    is_apt = any(getattr(getattr(it, "func", None), "attr", "") == finding.op for it in found)
+    is_apt = any(getattr(getattr(node, "func", None), "attr", "") == finding.op for node in found)
     return Words("subtract the maximum, as softmax and logsumexp do") if is_apt else None
 
 
@@ -259,11 +264,11 @@ def write(finding: Finding) -> Fix | None:
     value = finding.facts["constant"][0]
     lines, text = lines_with(finding.where, value)
     if lines:
-        others = [lines_with(it, value)[0] for it in finding.facts.get("places", ())]
+        others = [lines_with(place, value)[0] for place in finding.facts.get("places", ())]
         places = list(dict.fromkeys(sum(others, lines)))
         at = " and ".join(map(shown, places))
         title = f"write {new} in the place of {text or constant}, at {at}: {half} holds it"
-        return Paste(title, tuple(written(it, str(text or constant), str(new)) for it in places), False)
+        return Paste(title, tuple(written(place, str(text or constant), str(new)) for place in places), False)
     if finding.op in DEFAULTS and (change := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
         return Paste(f"give eps={new}, which {half} holds", (change,))
     how = "mask with" if math.isinf(value) else "write"

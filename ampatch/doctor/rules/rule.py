@@ -13,12 +13,12 @@ Test = Callable[[Finding], bool] | tuple[str, ...]  # these are phases
 
 def has(name: str, value: object = None) -> Test:
     """Asks for a fact, of a value where one is given."""
-    return lambda it: name in it.facts and value in (None, it.facts[name])
+    return lambda finding: name in finding.facts and value in (None, finding.facts[name])
 
 
 def becomes(what: str) -> Test:
     """Asks for a constant that half makes something else: "0", "1", "inf" or "-inf"."""
-    return lambda it: "constant" in it.facts and it.facts["constant"][1] == what
+    return lambda finding: "constant" in finding.facts and finding.facts["constant"][1] == what
 
 
 def is_of_weight(finding: Finding) -> bool:

@@ -19,7 +19,7 @@ NOT_UNSCALED = "{op} uses gradients that are still multiplied by the loss scale 
 
 
 def is_of(*ops: str) -> Test:
-    return lambda it: it.op in ops
+    return lambda finding: finding.op in ops
 
 
 def silent(kind: str, why: str, *remedies: do.Remedy, of: tuple[Test, ...] = ()) -> Rule:

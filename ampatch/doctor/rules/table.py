@@ -15,15 +15,15 @@ RULES = (*silent.RULES, *loud.RULES)
 
 def explain(finding: Finding) -> Finding:
     """Returns the finding with its reason and what to do."""
-    rule = next(it for it in RULES if it.explains(finding))
+    rule = next(rule for rule in RULES if rule.explains(finding))
     words = words_for(finding)
     is_of_size = "{limit}" in rule.why and do.SLOWER not in rule.remedies
     first = do.slow_down(finding) if is_of_size else None
-    rows = [it for it in rule.remedies if not (first and it is do.lower_rate)]
-    found = [first, *(Words(it.format(**words)) if isinstance(it, str) else it(finding) for it in rows)]
+    rows = [row for row in rule.remedies if not (first and row is do.lower_rate)]
+    found = [first, *(Words(row.format(**words)) if isinstance(row, str) else row(finding) for row in rows)]
     found += [] if finding.is_silent else [do.cast_functions(finding)]
-    fixes = dict.fromkeys(it for it in found if it)
-    remedies = tuple(sorted(fixes, key=lambda it: not it.is_exact)) or (Words(do.LOOK),)
+    fixes = dict.fromkeys(fix for fix in found if fix)
+    remedies = tuple(sorted(fixes, key=lambda fix: not fix.is_exact)) or (Words(do.LOOK),)
     why = rule.why.format(**words)
     if lost := finding.facts.get("lost_buffer"):
         why += f" The buffer {lost} is not finite from then on: no step that is skipped mends it."

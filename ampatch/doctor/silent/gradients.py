@@ -54,9 +54,12 @@ class Ranges(Instrument, amp.Observer):
 
     def end_backward(self) -> None:
         """Looks at the gradients of the first backward pass of an attempt: later ones add to them."""
-        attempt, grads = self.clock.attempt, [it.grad for it in self.clock.changed if it.grad.numel()]
+        attempt, grads = (
+            self.clock.attempt,
+            [parameter.grad for parameter in self.clock.changed if parameter.grad.numel()],
+        )
         if self._uses_float16 and is_sample(attempt) and attempt not in self.shares and grads:
-            self.shares[attempt] = torch.stack([share_of_bad(plain(it)) for it in grads]).max().item()
+            self.shares[attempt] = torch.stack([share_of_bad(plain(grad)) for grad in grads]).max().item()
 
 
 def share_of_bad(grad: Tensor) -> Tensor:
@@ -93,7 +96,9 @@ def compare_gradients(folder: str, attempt: int) -> tuple[list[Finding], str]:
     if half["is_drawn"] or full["is_drawn"]:
         drawn = "random numbers on a GPU depend on the type, and others than F.dropout draw some"
         return [], f"whether gradients underflow: {drawn}"
-    ours, theirs = ({key: it.float() for key, it in one["tensors"].items() if it.numel()} for one in taken)
+    ours, theirs = (
+        {key: tensor.float() for key, tensor in one["tensors"].items() if tensor.numel()} for one in taken
+    )
     most = max((grad.abs().max().item() for grad in theirs.values()), default=0.0)
     found = []
     for key, grad in theirs.items():
@@ -191,7 +196,7 @@ class Sample(Instrument):
         with quiet():
             held = dict([*model.named_parameters(), *model.named_buffers()])
             if not self._repeats:
-                masters = {name: it for name, it in model.state_dict().items() if name in held}
+                masters = {name: value for name, value in model.state_dict().items() if name in held}
                 torch.save((held | masters, random_of(self._device)), file)
             elif file.exists():
                 values, states = torch.load(file, weights_only=True)
@@ -215,7 +220,9 @@ class Sample(Instrument):
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes the loss, and its scale."""
         held = self.clock.models.parameters() if self._is_now else ()  # a host sync for each
-        self._clean = {id(it) for it in held if it.grad is None or not plain(it.grad).any()}
+        self._clean = {
+            id(parameter) for parameter in held if parameter.grad is None or not plain(parameter.grad).any()
+        }
         if self._is_now and self._loss is None:
             self._loss = sum(loss.detach().sum().item() for loss in losses)
             self._scale, self._where = self.clock.get_scale(), user_line()
@@ -238,7 +245,7 @@ class Sample(Instrument):
         if self.tensors:
             kept = {"attempt": self._wanted, "loss": (self._loss or 0.0) / self._scale, "scale": self._scale}
             kept |= {"where": self._where, "tensors": self.tensors, "is_drawn": self._is_drawn}
-            kept |= {"largest": max((it.item() for it in self._largest), default=0.0)}
+            kept |= {"largest": max((largest.item() for largest in self._largest), default=0.0)}
             torch.save(kept, self._folder / FILES[self._repeats])
 
 

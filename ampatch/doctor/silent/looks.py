@@ -122,7 +122,7 @@ class Looks(OperationInstrument):
 
     def after(self, operation: Operation, kept: tuple[Operation | None, Operation | None]) -> None:
         """Looks at what an operation gives."""
-        given = [it for it in operation.given if it.is_floating_point()]
+        given = [tensor for tensor in operation.given if tensor.is_floating_point()]
         if not given:
             return
         repeated, shadowed = kept
@@ -149,7 +149,7 @@ class Looks(OperationInstrument):
 
     def _follow_twin(self, operation: Operation, repeated: Operation) -> None:
         """Compares what an operation gives with what its twin does, where half has lost something."""
-        known = [it for it in map(self._twin.find, repeated.floating) if it is not None]
+        known = [tensor for tensor in map(self._twin.find, repeated.floating) if tensor is not None]
         loss = known[0].loss if known else self._find_loss(operation, repeated)
         # A scaler scales the loss, not what was lost: its gradient is none of these zeros.
         if loss is None or (known and is_called_by_scaler()):
@@ -186,9 +186,9 @@ class Looks(OperationInstrument):
         if error >= NOISE and growth >= GROWN:
             record = operation.record
             before = list(self.tape.before((record.number,)))
-            makers = [it.place for it in before if it.place and it.place.module][:MOST_MAKERS]
+            makers = [record.place for record in before if record.place and record.place.module][:MOST_MAKERS]
             half = next(filter(None, map(half_in, before)), "bfloat16")
-            facts = {"error": error, "growth": growth, "makers": tuple(it.module for it in makers)}
+            facts = {"error": error, "growth": growth, "makers": tuple(maker.module for maker in makers)}
             facts |= {"model": makers[0].model} if makers else {}
             fault = self._finding("rounding", operation, {"dtype": half}, **facts)
             self._rounded[record.number] = fault
@@ -196,12 +196,12 @@ class Looks(OperationInstrument):
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes the faults that have reached the loss, and what rounds most of what has."""
         if self._faults or self._rounded:
-            reached = {it.number for it in self.tape.before(self.tape.makers_of(losses))}
+            reached = {record.number for record in self.tape.before(self.tape.makers_of(losses))}
             for number in sorted(reached & self._faults.keys()):
                 for fault in self._faults[number]:
                     self._notes.put(fault)
-            rounded = [self._rounded[it] for it in sorted(reached & self._rounded.keys())]
-            for fault in sorted(rounded, key=lambda it: -it.facts["growth"])[:1]:
+            rounded = [self._rounded[number] for number in sorted(reached & self._rounded.keys())]
+            for fault in sorted(rounded, key=lambda finding: -finding.facts["growth"])[:1]:
                 self._notes.put(fault)
 
     # ---- Sums and updates ----
@@ -211,7 +211,7 @@ class Looks(OperationInstrument):
         if repeated is None or len(repeated.args) < 2 or given.dtype not in HALF_TYPES or not given.numel():
             return
         is_in_place, device = operation.name == "add_", given.device
-        into, by = (torch.as_tensor(it, device=device).detach().float() for it in repeated.args[:2])
+        into, by = (torch.as_tensor(arg, device=device).detach().float() for arg in repeated.args[:2])
         total = operation.args[0]
         if not is_in_place and by.abs().max() > into.abs().max():
             into, by, total = by, into, operation.args[1]
@@ -247,32 +247,32 @@ class Looks(OperationInstrument):
     def _buffer_of(self, tensor: object) -> dict[str, object]:
         """Returns the name of the buffer that a tensor is, if it was cast with its model."""
         models = self.clock.models
-        is_cast = any(it.dtype in HALF_TYPES for it in models.parameters()) or not models.roots
+        is_cast = any(parameter.dtype in HALF_TYPES for parameter in models.parameters()) or not models.roots
         name = models.name_of_buffer(tensor) if is_cast and isinstance(tensor, Tensor) else None
         return {} if name is None else {"buffer": name}
 
     def _look_at_sum(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
         """Compares a sum with that of float32."""
         wanted = self._twin.repeat(repeated) if repeated and given.dtype in HALF_TYPES else ()
-        for it in wanted[:1]:
+        for record in wanted[:1]:
             have = plain(given).float()
             into, buffer = plain(repeated.args[0]).float(), self._buffer_of(operation.args[0])
-            wrong = torch.isfinite(it) & ((have - it).abs() > WRONG * it.abs())
-            if into.shape == it.shape and is_whole(into, it) and (buffer or not wrong.any()):
-                if ((it != into) & ((have - it).abs() >= (it - into).abs() / 2)).any():
+            wrong = torch.isfinite(record) & ((have - record).abs() > WRONG * record.abs())
+            if into.shape == record.shape and is_whole(into, record) and (buffer or not wrong.any()):
+                if ((record != into) & ((have - record).abs() >= (record - into).abs() / 2)).any():
                     self._count(operation.record, operation.args[0], given)
                 continue
             if wrong.any():
-                worst = int((have - it).abs().where(wrong, 0).argmax())
-                numbers = {"have": have.flatten()[worst].item(), "wanted": it.flatten()[worst].item()}
+                worst = int((have - record).abs().where(wrong, 0).argmax())
+                numbers = {"have": have.flatten()[worst].item(), "wanted": record.flatten()[worst].item()}
                 numbers |= {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype), **buffer}
                 self._notes.add("lost_sums", operation.record, **numbers)
 
     def _look_at_running_count(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
         """Looks for counts up to each place, as of the tokens of an expert, beyond what half holds."""
         wanted = self._twin.repeat(repeated) if repeated and given.dtype in HALF_TYPES else ()
-        for it in wanted[:1]:
-            if is_whole(it) and (plain(given).float() != it).any():
+        for record in wanted[:1]:
+            if is_whole(record) and (plain(given).float() != record).any():
                 numbers = {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype), "own": True}
                 self._add("lost_counts", operation.record, **numbers)
 
@@ -292,10 +292,10 @@ class Looks(OperationInstrument):
             return
         divisor = 1 / number if operation.name.startswith("mul") else number
         through = (*VIEWS, *CASTS, *PRODUCTS, *QUOTIENTS)
-        for it in self.tape.before(operation.record.parents, through):
-            numbers = it.facts.get("sum", {"length": 0})
+        for record in self.tape.before(operation.record.parents, through):
+            numbers = record.facts.get("sum", {"length": 0})
             if numbers["length"] > 1 and math.isclose(divisor, numbers["length"], rel_tol=1e-3):
-                self._notes.add("length_alone", it, divided_at=operation.record.where, **numbers)
+                self._notes.add("length_alone", record, divided_at=operation.record.where, **numbers)
 
     # ---- Whole numbers, probabilities, angles ----
 
@@ -336,11 +336,11 @@ class Looks(OperationInstrument):
         """Looks for angles that half rounds by more than 1, here or in what they are computed of."""
         record = operation.record
         rounded = [
-            it
-            for it in self.tape.before(record.parents, ANGULAR)
-            if it.op in ANGULAR and half_in(it) and "float32" in (it.dtype, *it.taken)
+            record
+            for record in self.tape.before(record.parents, ANGULAR)
+            if record.op in ANGULAR and half_in(record) and "float32" in (record.dtype, *record.taken)
         ]
-        first = min(rounded, key=lambda it: it.number, default=record)
+        first = min(rounded, key=lambda record: record.number, default=record)
         if half := half_in(first):
             angles = plain(operation.floating[0])
             largest = angles.abs().max().item() if angles.numel() else 0.0
@@ -372,7 +372,7 @@ class Looks(OperationInstrument):
     def _look_at_measure(self, operation: Operation, _: object, given: Tensor) -> None:
         """Notes what measures a gradient."""
         before = self.tape.before(operation.record.parents, VIEWS) if self._read else ()
-        read = [self._read[it.facts["read"]][0] for it in before if "read" in it.facts]
+        read = [self._read[record.facts["read"]][0] for record in before if "read" in record.facts]
         scale = self._scaled.scale_of(read) if read and is_called_by_user() else None
         if scale is not None and not self._scaled.was_asked:
             record = Op(operation.name, "optimizer", operation.record.place, operation.record.where)
@@ -381,7 +381,7 @@ class Looks(OperationInstrument):
     # ---- Modules that are cast to float32 in vain ----
 
     def _cast_module(self, cast: Callable[..., Module], module: Module, *args, **kwargs) -> Module:
-        before = {it.dtype for it in module.parameters() if it.is_floating_point()}
+        before = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
         cast(module, *args, **kwargs)
         asked = [getattr(each, "dtype", each) for each in (*args, *kwargs.values())]  # by a type or a tensor
         is_to_float32 = cast.__name__ == "float" or torch.float32 in asked
@@ -390,7 +390,9 @@ class Looks(OperationInstrument):
         return module
 
     def _look_at_modules(self, record: Op) -> None:
-        for _, cast in [self._modules.pop(it) for it in self.clock.running if it in self._modules]:
+        for _, cast in [
+            self._modules.pop(module) for module in self.clock.running if module in self._modules
+        ]:
             cast.place = record.place
             self._notes.add("float32_under_autocast", cast, runs=record.op)
 
@@ -403,18 +405,20 @@ def undone_casts(records: Collection[Op]) -> list[tuple[Op, str]]:
     known: dict[int, set[int]] = {}  # records, and the casts that they come of
     undone: dict[int, str] = {}
     effective: set[object] = set()  # lines
-    by_number = {it.number: it for it in records}
-    for it in records:
-        casts = {cast for parent in it.parents for cast in known.get(parent, ())}
+    by_number = {record.number: record for record in records}
+    for record in records:
+        casts = {cast for parent in record.parents for cast in known.get(parent, ())}
         if not casts:
-            known |= {it.number: {it.number}} if it.facts.get("widens") else {}
-        elif it.op in VIEWS or (it.op in CASTS and not it.is_half):
-            known[it.number] = casts
-        elif it.is_half and is_undone(it):
-            undone = {**dict.fromkeys(casts, it.op), **undone}
+            known |= {record.number: {record.number}} if record.facts.get("widens") else {}
+        elif record.op in VIEWS or (record.op in CASTS and not record.is_half):
+            known[record.number] = casts
+        elif record.is_half and is_undone(record):
+            undone = {**dict.fromkeys(casts, record.op), **undone}
         else:
             effective |= {by_number[cast].site for cast in casts}
-    return [(by_number[it], op) for it, op in undone.items() if by_number[it].site not in effective]
+    return [
+        (by_number[number], op) for number, op in undone.items() if by_number[number].site not in effective
+    ]
 
 
 def is_undone(record: Op) -> bool:
@@ -424,7 +428,7 @@ def is_undone(record: Op) -> bool:
 
 def half_in(record: Op) -> str:
     """Returns the half type among what an operation takes and gives, "" where there is none."""
-    return next((it for it in (*record.taken, *record.given) if it in HALF), "")
+    return next((dtype for dtype in (*record.taken, *record.given) if dtype in HALF), "")
 
 
 def limit_of(dtype: torch.dtype) -> int:
@@ -433,7 +437,7 @@ def limit_of(dtype: torch.dtype) -> int:
 
 
 def is_whole(*tensors: Tensor) -> bool:
-    return all(bool((it == it.round()).all()) for it in tensors)
+    return all(bool((tensor == tensor.round()).all()) for tensor in tensors)
 
 
 def length_of(operation: Operation, given: Tensor) -> int:

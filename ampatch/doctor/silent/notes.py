@@ -72,9 +72,10 @@ def examine_silent(
     """
     loud = {finding.where for finding in findings}
     at_steps = [
-        replace(it, step=attempts[it.step].step) if it.step in range(len(attempts)) else it for it in found
+        replace(fault, step=attempts[fault.step].step) if fault.step in range(len(attempts)) else fault
+        for fault in found
     ]
-    merged = merge_steps(sorted(at_steps, key=lambda it: -1 if it.step is None else it.step))
+    merged = merge_steps(sorted(at_steps, key=lambda finding: -1 if finding.step is None else finding.step))
     kinds = {fault.kind for fault in merged}
     faults = [
         fault

@@ -31,7 +31,7 @@ class Rounding:
 
     def follow(self, operation: Operation, repeated: Operation) -> tuple[float, float]:
         """Runs an operation in float32; returns how far it is off in half, and times that of what it took."""
-        before = max((self._errors.get(it, 0.0) for it in operation.floating), default=0.0)
+        before = max((self._errors.get(tensor, 0.0) for tensor in operation.floating), default=0.0)
         worst = 0.0
         for tensor, wanted in zip(repeated.given, self._twin.repeat(repeated), strict=False):
             if tensor.shape != wanted.shape or tensor.layout is not torch.strided:

@@ -104,7 +104,11 @@ class Scaled(Instrument, amp.Observer):
     def _load(self, load: Callable[..., None], optimizer: Optimizer, *args, **kwargs) -> None:
         """Notes second moments that are 0 where the first ones are not: a checkpoint held them in half."""
         load(optimizer, *args, **kwargs)
-        pairs = [(it["exp_avg"], it["exp_avg_sq"]) for it in optimizer.state.values() if "exp_avg_sq" in it]
+        pairs = [
+            (state["exp_avg"], state["exp_avg_sq"])
+            for state in optimizer.state.values()
+            if "exp_avg_sq" in state
+        ]
         lost = sum(((first.abs() > TINY) & (second == 0)).sum().item() for first, second in pairs)
         if lost:
             self._tell("lost_state", "load_state_dict", user_line(), lost=lost)
@@ -177,7 +181,7 @@ class Scaled(Instrument, amp.Observer):
         self._empty = 0 if found or not self.clock.changed else self._empty + 1
         if found and all(known.is_old for _, known in found):
             self._tell("not_zeroed", "step", where)
-        elif found and all(known.stepped == it.grad._version for it, known in found):
+        elif found and all(known.stepped == parameter.grad._version for parameter, known in found):
             self._tell("stepped_twice", "step", where, attempt=max(now - 1, 0))
         elif self._empty == MOST_EMPTY:
             self._tell("no_gradients", "step", where, attempt=now + 1 - MOST_EMPTY)
@@ -214,10 +218,10 @@ class Scaled(Instrument, amp.Observer):
             self._note_renewed(scaler)
             self._has_scaler = True
             self._waiting, self._waits_at = self._waiting + 1, user_line()
-            found = [it for it in tensors_in(scaled) if it.grad_fn is not None]
+            found = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
             self._losses += [
-                LossOfScaler(scaler, it.grad_fn, user_line(), self.clock.attempt, is_finite(it))
-                for it in found
+                LossOfScaler(scaler, loss.grad_fn, user_line(), self.clock.attempt, is_finite(loss))
+                for loss in found
             ]
         return scaled
 
@@ -273,7 +277,7 @@ class Scaled(Instrument, amp.Observer):
     def scale_of(self, parameters: Iterable[Tensor]) -> float | None:
         """Returns the scale that gradients of some of these are multiplied by; None if none is, or by 1."""
         scalers = (known.scaler for known in map(self._known, parameters) if known.scaler is not None)
-        scale = next((it.get_scale() for it in scalers), 1)
+        scale = next((scaler.get_scale() for scaler in scalers), 1)
         return scale if scale != 1 else None
 
     def _known(self, parameter: Tensor) -> Gradient:
@@ -281,7 +285,11 @@ class Scaled(Instrument, amp.Observer):
         return known or Gradient()
 
     def _of(self, optimizer: Optimizer) -> list[tuple[Tensor, Gradient]]:
-        return [(it, self._known(it)) for it in parameters_of(optimizer) if it.grad is not None]
+        return [
+            (parameter, self._known(parameter))
+            for parameter in parameters_of(optimizer)
+            if parameter.grad is not None
+        ]
 
     def _forget(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
@@ -314,7 +322,7 @@ class Scaled(Instrument, amp.Observer):
 
     def _tell_raw(self, optimizer: Optimizer) -> None:
         """Notes a backward that was not scaled, whose gradients a scaler takes for scaled ones."""
-        for line in dict.fromkeys(it.raw for _, it in self._of(optimizer) if it.raw is not None):
+        for line in dict.fromkeys(known.raw for _, known in self._of(optimizer) if known.raw is not None):
             self._tell("unscaled_backward", "backward", line, "backward")
 
 

@@ -64,17 +64,24 @@ class Stuck(Instrument, amp.Observer):
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """Keeps the half weights that a step is to change."""
-        groups = (it["params"] for it in optimizer.param_groups if it.get("lr", 1.0) != 0)
-        half = [it for group in groups for it in group if it.dtype in HALF_TYPES and it.grad is not None]
-        is_due = self.clock.attempt in self._window and all(is_finite(it.grad) for it in half)
-        self._weights = [(it, plain(it).clone()) for it in half if it.numel() >= FEWEST and is_due]
+        groups = (group["params"] for group in optimizer.param_groups if group.get("lr", 1.0) != 0)
+        half = [
+            weight
+            for group in groups
+            for weight in group
+            if weight.dtype in HALF_TYPES and weight.grad is not None
+        ]
+        is_due = self.clock.attempt in self._window and all(is_finite(weight.grad) for weight in half)
+        self._weights = [
+            (weight, plain(weight).clone()) for weight in half if weight.numel() >= FEWEST and is_due
+        ]
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Counts the numbers that a step left as they were."""
         self._forget_sums()
         if self._weights:
-            stays = torch.cat([(plain(it) == before).flatten() for it, before in self._weights])
-            is_due = torch.cat([plain(it.grad).flatten() != 0 for it, _ in self._weights])
+            stays = torch.cat([(plain(weight) == before).flatten() for weight, before in self._weights])
+            is_due = torch.cat([plain(weight.grad).flatten() != 0 for weight, _ in self._weights])
             dtype = name_of(self._weights[0][0].dtype)
             record = Op("step", "optimizer", None, user_line(), dtype)
             self._count(record, share_of(stays, is_due), SOME, self._level)
@@ -85,10 +92,14 @@ class Stuck(Instrument, amp.Observer):
         if self.clock.micro_step == 0:
             self._forget_sums()
             held = self.clock.models.parameters() if self.clock.attempt in self._window else ()
-            half = (it for it in held if it.dtype in HALF_TYPES and it.requires_grad and not holds_half(it))
-            self._hooks = [it.register_hook(functools.partial(self._add, it)) for it in half]
+            half = (
+                weight
+                for weight in held
+                if weight.dtype in HALF_TYPES and weight.requires_grad and not holds_half(weight)
+            )
+            self._hooks = [weight.register_hook(functools.partial(self._add, weight)) for weight in half]
         elif self.clock.micro_step in ADDED:  # a script, or masters, may have taken the sum by now
-            self._sums = {it: wanted for it, wanted in self._sums.items() if holds_half(it)}
+            self._sums = {weight: wanted for weight, wanted in self._sums.items() if holds_half(weight)}
 
     def _add(self, parameter: Tensor, grad: Tensor) -> None:
         with quiet():
@@ -98,7 +109,11 @@ class Stuck(Instrument, amp.Observer):
         """Compares the gradients with the sums in float32."""
         if self.clock.micro_step not in ADDED or not self._sums:
             return
-        pairs = [(plain(it.grad).float(), wanted) for it, wanted in self._sums.items() if holds_half(it)]
+        pairs = [
+            (plain(weight.grad).float(), wanted)
+            for weight, wanted in self._sums.items()
+            if holds_half(weight)
+        ]
         error = sum((have - wanted).square().sum().item() for have, wanted in pairs)
         size = sum(wanted.square().sum().item() for _, wanted in pairs)
         if size and math.isfinite(size):

@@ -126,11 +126,13 @@ def find_loss(operation: Operation) -> tuple[str, float, str] | None:
         kind = "zeros"
         if torch.isfinite(tensor).all():
             kind = "underflow"
-            if (tensor == 0).float().mean() < MOST or not any(bool(it.any()) for it in operation.floating):
+            if (tensor == 0).float().mean() < MOST or not any(
+                bool(tensor.any()) for tensor in operation.floating
+            ):
                 continue
         elif holds_no_number(operation.arguments) or not all(map(is_finite, operation.floating)):
             return None
-        largest = max(it.detach().abs().max().item() for it in operation.floating if it.numel())
+        largest = max(tensor.detach().abs().max().item() for tensor in operation.floating if tensor.numel())
         return kind, largest, str(tensor.dtype).removeprefix("torch.")
     return None
 

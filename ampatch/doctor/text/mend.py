@@ -37,15 +37,15 @@ def mended(where: str | None, op: str, mend: Mend) -> Change | None:
     Those beside it that have the same operand, or are built alike, are mended with it.
     """
     source, statements = statements_of(where)
-    statement = next((it for it in statements if edits_in(source, it, op, mend)), None)
+    statement = next((statement for statement in statements if edits_in(source, statement, op, mend)), None)
     if statement is None:
         return None
     block = source.block_of(statement) if mend.suffix or mend.around else [statement]
     likeness = likeness_of(source, statement, op)
-    alike = [it for it in block if likeness & likeness_of(source, it, op)]
+    alike = [statement for statement in block if likeness & likeness_of(source, statement, op)]
     if len(alike) == 1:
         return source.edited(statement, edits_in(source, statement, op, mend))
-    edits = [edit for it in alike for edit in edits_in(source, it, op, mend)]
+    edits = [edit for statement in alike for edit in edits_in(source, statement, op, mend)]
     return source.edited(alike[0], edits, alike[-1])
 
 
@@ -57,7 +57,7 @@ def likeness_of(source: Source, statement: ast.stmt, op: str) -> set[str]:
     """Returns what statements share that are mended alike: how they are built, what an operation takes."""
     found = (operand_of(source, node, op.rstrip("_"))[0] for node in ast.walk(statement))
     shape = re.sub(r"(id|arg|value)=('\w*'|[\d.]+)", "", ast.dump(statement))
-    return {shape, *(it.id for it in found if isinstance(it, ast.Name))}
+    return {shape, *(node.id for node in found if isinstance(node, ast.Name))}
 
 
 def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edit]:
@@ -75,7 +75,7 @@ def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edi
         yield from behind(begin, end, is_closed, mend.suffix.format(x=x))
     if not isinstance(node, ast.Call):
         return
-    y = next((ast.unparse(it) for it in node.args[1:]), "")
+    y = next((ast.unparse(arg) for arg in node.args[1:]), "")
     if mend.keyword:
         has_arguments = bool(node.args or node.keywords)
         yield source.end(node) - 1, mend.keyword if has_arguments else mend.keyword.removeprefix(", "), 0
@@ -161,8 +161,8 @@ def summed_source(where: str | None, op: str) -> Change | None:
     """Returns the statement at a line with a sum in float32, of which the result is cast back."""
     source, statements = statements_of(where)
     for statement in statements:
-        calls = [it for it in ast.walk(statement) if isinstance(it, ast.Call)]
-        for call in (it for it in calls if getattr(it.func, "attr", "") == op and len(it.args) > 1):
+        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        for call in (call for call in calls if getattr(call.func, "attr", "") == op and len(call.args) > 1):
             new, dtype = made_in_float32(source, getattr(call.func, "value", None))
             if not dtype:
                 continue
@@ -186,9 +186,11 @@ def target_source(where: str | None) -> Change | None:
         case _:
             return None
     before = [
-        it for it in ast.walk(source.tree) if isinstance(it, ast.Assign) and it.lineno < statement.lineno
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign) and node.lineno < statement.lineno
     ]
-    for each in sorted(before, key=lambda it: -it.lineno):
+    for each in sorted(before, key=lambda node: -node.lineno):
         if name in map(ast.unparse, each.targets):
             edits, _ = made_in_float32(source, each.value)
             return source.edited(each, edits) if edits else None
@@ -201,7 +203,7 @@ def made_in_float32(source: Source, made: ast.expr | None) -> tuple[list[Edit], 
         return [], ""
     if not made.func.attr.removeprefix("new_").startswith(("zeros", "ones", "full", "empty")):
         return [], ""
-    for keyword in (it for it in made.keywords if it.arg == "dtype"):
+    for keyword in (keyword for keyword in made.keywords if keyword.arg == "dtype"):
         begin, end = source.begin(keyword.value), source.end(keyword.value)
         return [(begin, "torch.float32", end - begin)], ast.unparse(keyword.value)
     owner = made.args[0] if made.func.attr.endswith("_like") else made.func.value
@@ -213,7 +215,7 @@ def made_in_float32(source: Source, made: ast.expr | None) -> tuple[list[Edit], 
 def constructed(where: str | None, name: str, keyword: str) -> Change | None:
     """Returns the statement of a line's file that makes an object of a class, with a keyword more."""
     source, _ = statement_of(where)
-    for call in (it for it in ast.walk(source.tree) if isinstance(it, ast.Call)):
+    for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
         statement = source.statement_at(call.lineno)
         if ast.unparse(call.func).rpartition(".")[2] == name and statement:
             more = f", {keyword}" if call.args or call.keywords else keyword
@@ -224,9 +226,13 @@ def constructed(where: str | None, name: str, keyword: str) -> Change | None:
 def normalized_source(where: str | None, module: str, dim: int) -> Change | None:
     """Returns the statement at a line with what a module takes there made vectors of length 1."""
     source, statement = statement_of(where)
-    calls = [it for it in ast.walk(statement) if isinstance(it, ast.Call) and it.args] if statement else []
-    modules = [it for it in calls if is_of_module(it.func)]
-    named = [it for it in modules if getattr(it.func, "attr", "") in module.split(".")]
+    calls = (
+        [node for node in ast.walk(statement) if isinstance(node, ast.Call) and node.args]
+        if statement
+        else []
+    )
+    modules = [call for call in calls if is_of_module(call.func)]
+    named = [call for call in modules if getattr(call.func, "attr", "") in module.split(".")]
     for first in (named or modules)[:1]:
         begin, end = source.begin(first.args[0]), source.end(first.args[0])
         edits = [(begin, "torch.nn.functional.normalize(", 0), (end, f", dim={dim})", 0)]
@@ -269,7 +275,12 @@ def log_of_exponential(source: Source, statement: ast.stmt) -> Change | None:
         case _:
             return None
     block = source.block_of(statement)
-    readers = [it for it in block[block.index(statement) + 1 :] for each in names_in_all(it) if each == name]
+    readers = [
+        statement
+        for statement in block[block.index(statement) + 1 :]
+        for each in names_in_all(statement)
+        if each == name
+    ]
     if exponent is None or len(readers) != 1:
         return None
     exponential = ast.parse(f"torch.exp({name})", mode="eval").body
@@ -324,7 +335,7 @@ def name_written(node: ast.AST) -> str | None:
 def is_repeatable(value: ast.expr, name: str) -> bool:
     """Says whether an expression that a name was given to is the same once more, as a layer may not be."""
     called = [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]
-    return name not in names_in(value) and all(getattr(it, "attr", "") in REPEATABLE for it in called)
+    return name not in names_in(value) and all(getattr(node, "attr", "") in REPEATABLE for node in called)
 
 
 def names_in(value: ast.expr) -> set[str]:
@@ -370,7 +381,7 @@ def call_of(source: Source, call: ast.expr, name: str, new: str, operand: str = 
     inner = operand_of(source, call, name)[0]
     if not isinstance(call, ast.Call) or inner is None:
         return ""
-    rest = [ast.unparse(it) for it in (*call.args, *call.keywords) if it is not inner]
+    rest = [ast.unparse(arg) for arg in (*call.args, *call.keywords) if arg is not inner]
     return f"torch.nn.functional.{new}({', '.join([operand.format(ast.unparse(inner)), *rest])})"
 
 
@@ -380,5 +391,5 @@ def sum_of(source: Source, call: ast.expr) -> str:
     inner = operand_of(source, summed, "exp")[0] if summed else None
     if not isinstance(call, ast.Call) or inner is None:
         return ""
-    rest = [ast.unparse(it) for it in (*call.args, *call.keywords) if it is not summed]
+    rest = [ast.unparse(arg) for arg in (*call.args, *call.keywords) if arg is not summed]
     return f"torch.logsumexp({', '.join([ast.unparse(inner), *rest])})" if rest else ""

@@ -45,7 +45,7 @@ def meets(one: Change, other: Change) -> bool:
 def changed_texts(changes: Sequence[Change]) -> dict[str, str]:
     """Returns the texts of files, by path, with some changes, which do not meet."""
     texts: dict[str, list[str]] = {}
-    for each in sorted(changes, key=lambda it: -it.first):  # what is above does not move
+    for each in sorted(changes, key=lambda change: -change.first):  # what is above does not move
         lines = texts.setdefault(each.file, lines_on_disk(each.file))
         first = lines[each.first - 1]
         margin = first[: len(first) - len(first.lstrip())]
@@ -56,7 +56,7 @@ def changed_texts(changes: Sequence[Change]) -> dict[str, str]:
 def line_before(changes: Sequence[Change], where: str | None) -> str | None:
     """Returns where "file:line" of a changed file stands in the file on the disk."""
     path, line = place_of(where)
-    for each in sorted(changes, key=lambda it: it.first):
+    for each in sorted(changes, key=lambda change: change.first):
         if each.file != os.path.abspath(path) or line < each.first:
             continue
         if line < each.first + len(each.lines):
@@ -84,10 +84,10 @@ class Source:
 
     def statements_at(self, line: int, kinds: tuple[type[ast.stmt], ...] = SIMPLE) -> list[ast.stmt]:
         """Returns the innermost statements of these kinds at a line: several may stand on one."""
-        found = (it for it in ast.walk(self.tree) if isinstance(it, kinds))
-        within = [it for it in found if it.lineno <= line <= (it.end_lineno or line)]
-        latest = max((it.lineno for it in within), default=0)
-        return [it for it in within if it.lineno == latest]
+        found = (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+        within = [node for node in found if node.lineno <= line <= (node.end_lineno or line)]
+        latest = max((node.lineno for node in within), default=0)
+        return [node for node in within if node.lineno == latest]
 
     def statement_at(self, line: int, kinds: tuple[type[ast.stmt], ...] = SIMPLE) -> ast.stmt | None:
         """Returns the first of the statements at a line, None where there is none of these kinds."""
@@ -99,14 +99,14 @@ class Source:
         if len(found) > 1 and hasattr(code, "co_positions"):
             place = list(code.co_positions())[instruction // 2]
             here = (place[0] or line, place[2] or 0)
-            within = [it for it in found if (it.lineno, it.col_offset) <= here]
+            within = [node for node in found if (node.lineno, node.col_offset) <= here]
             return within[-1] if within else found[0]
         return next(iter(found), None)
 
     def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
         """Returns the statements in a row of which it is one."""
-        blocks = (getattr(it, name, ()) for it in ast.walk(self.tree) for name in ("body", "orelse"))
-        found = (it for it in blocks if isinstance(it, list) and statement in it)
+        blocks = (getattr(node, name, ()) for node in ast.walk(self.tree) for name in ("body", "orelse"))
+        found = (block for block in blocks if isinstance(block, list) and statement in block)
         return next(found, [statement])
 
     def line(self, number: int) -> str:
@@ -148,10 +148,14 @@ class Source:
         What else stands on its line gets lines of its own: `def f(x):` before it, statements beside it.
         """
         block, first, last = self.block_of(statement), statement.lineno, statement.end_lineno or 0
-        beside = [it for it in block if it.lineno <= last and (it.end_lineno or 0) >= first]
+        beside = [
+            statement
+            for statement in block
+            if statement.lineno <= last and (statement.end_lineno or 0) >= first
+        ]
         first, last = beside[0].lineno, beside[-1].end_lineno or 0
         header = self.text[self._starts[first - 1] : self.begin(beside[0])].decode().strip()
-        parts = [lines if it is statement else self.text_of(it) for it in beside]
+        parts = [lines if node is statement else self.text_of(node) for node in beside]
         body = [line for part in parts for line in part]
         return self.change(
             first, last, (header, *indent("\n".join(body), "    ").split("\n")) if header else tuple(body)
@@ -187,8 +191,8 @@ def is_running_sum(where: str | None) -> bool:
     for statement in statements_of(where)[1]:
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             target = ast.unparse(statement.targets[0])
-            added = (it for it in ast.walk(statement.value) if isinstance(it, (ast.BinOp, ast.Call)))
-            if any(target in map(ast.unparse, ast.iter_child_nodes(it)) for it in added):
+            added = (node for node in ast.walk(statement.value) if isinstance(node, (ast.BinOp, ast.Call)))
+            if any(target in map(ast.unparse, ast.iter_child_nodes(node)) for node in added):
                 return True
     return False
 
