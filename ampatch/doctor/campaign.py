@@ -179,8 +179,8 @@ class Campaign:
         survives = self._survives(seen, again)
         is_of_half = survives and "traced" in self.ended and "float32" not in self.ended
 
-        def explained(found: Sequence[Finding]) -> list[Finding]:
-            keep = modules_to_keep(found, again.oversized) if survives else ()
+        def explained(findings: Sequence[Finding]) -> list[Finding]:
+            keep = modules_to_keep(findings, again.oversized) if survives else ()
             own = {"halved": seen.halved, "has_scaler": has_scaler(seen.attempts), "is_half": seen.is_half}
             facts = seen.growth | own
             facts |= {"up_to": again.attempts[-1].step} if survives and self.enough else {}
@@ -188,10 +188,12 @@ class Campaign:
             return [
                 explain(
                     replace(
-                        finding, **more, facts=finding.facts | facts | {"places": places_of(finding, found)}
+                        finding,
+                        **more,
+                        facts=finding.facts | facts | {"places": places_of(finding, findings)},
                     )
                 )
-                for finding in found
+                for finding in findings
                 if is_of_half or "error" not in finding.facts
             ]
 
@@ -325,14 +327,14 @@ class Campaign:
         before, self.begun = cpu_of_children(), time.monotonic()
         with temporary_folder("doctor") as folder:
             out = folder / "seen"
-            status, said = self.launch(replace(run, out=str(out)), folder)
+            status, stderr = self.launch(replace(run, out=str(out)), folder)
             if not out.exists():
-                last = said.strip()[-500:] or "it said nothing; os._exit and kill do that"
+                last = stderr.strip()[-500:] or "it said nothing; os._exit and kill do that"
                 raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")
             seen = self.seen[name] = Seen.read(out)
         self.spent.append(cpu_of_children() - before)
         if status and name != "tried":
-            self.ended[name] = read_error(status, said)
+            self.ended[name] = read_error(status, stderr)
         self.silent += seen.silent if name in ("watched", "traced") else []
         failed = (f"{what} ({FAULT})" for what in seen.failed if name != "tried")
         self.unknown += [line for line in failed if line not in self.unknown]
@@ -375,11 +377,11 @@ def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tu
     """
     names = [finding.module for finding in findings if finding.phase == "forward"]
     names += oversized if any(finding.dtype == "float16" for finding in findings) else ()
-    found = {
+    kept = {
         name for name in names if name and not any(name.startswith(f"{other}.") for other in names if other)
     }
     return tuple(
-        sorted(found, key=lambda name: [(not part.isdigit(), part.zfill(9)) for part in name.split(".")])
+        sorted(kept, key=lambda name: [(not part.isdigit(), part.zfill(9)) for part in name.split(".")])
     )
 
 
@@ -393,11 +395,11 @@ def places_of(finding: Finding, findings: Sequence[Finding]) -> tuple[str | None
 
 def find_behind(again: Seen, hidden: Sequence[int]) -> list[Origin]:
     """Returns what broke in float32 at attempts whose gradients a loss scale had made too large."""
-    found = () if again.is_half else origins_of(again)
-    return [origin for origin in found if origin.has_reached and origin.attempt in hidden]
+    origins = () if again.is_half else origins_of(again)
+    return [origin for origin in origins if origin.has_reached and origin.attempt in hidden]
 
 
 def findings_in(seen: Seen, origins: Sequence[Origin], may_collapse: bool = True) -> list[Finding]:
     """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
-    found = [origin for origin in origins if origin.has_reached and origin.attempt in seen.suspects]
-    return merge(seen.attempts, leave_out_mended(seen.attempts, found, may_collapse))
+    reached = [origin for origin in origins if origin.has_reached and origin.attempt in seen.suspects]
+    return merge(seen.attempts, leave_out_mended(seen.attempts, reached, may_collapse))

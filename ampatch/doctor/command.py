@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     script.validate()
     if out is not None and not os.path.isdir(os.path.dirname(os.path.abspath(out))):
         raise AmpValueError(f"--json {out!r}: expected a file in a folder that exists")
-    given = {"device": script.device, "legacy": script.legacy, "unsafe_load": script.unsafe_load}
-    run = ScriptRun(script.name, script.arguments, script.is_module, level=arguments.opt_level, **given)
+    options = {"device": script.device, "legacy": script.legacy, "unsafe_load": script.unsafe_load}
+    run = ScriptRun(script.name, script.arguments, script.is_module, level=arguments.opt_level, **options)
     if (arguments.seconds or 0) < 0:
         raise AmpValueError(f"--seconds {arguments.seconds:g}: expected a number of seconds, or 0")
     seconds = SECONDS if arguments.seconds is None else arguments.seconds
@@ -87,9 +87,9 @@ def open_post_mortem(path: Path) -> int:
     """Says what a file holds that training left; returns the exit status."""
     from ampatch.doctor import post_mortem
 
-    found = post_mortem.read(path)
+    contents = post_mortem.read(path)
     try:
-        lines = list(post_mortem.describe(found))
+        lines = list(post_mortem.describe(contents))
     except Exception as error:  # of values that are not what training leaves
         raise AmpValueError(
             f"{path} is damaged: {type(error).__name__}: {post_mortem.readable(error)}"

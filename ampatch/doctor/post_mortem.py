@@ -31,13 +31,13 @@ def read(path: Path) -> dict:
         raise AmpValueError(f"{path}: {what}; expected a post-mortem")
     try:
         fault = _fault_of_archive(path)
-        found = None if fault else torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+        contents = None if fault else torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever unpickling meets
         first = readable(str(error).partition("\n")[0])
         fault = f"torch.load(weights_only=True) refuses it, or it is damaged ({first})"
-    if fault := fault or fault_of(found):
+    if fault := fault or fault_of(contents):
         raise AmpValueError(f"{path} is no post-mortem: {fault}")
-    return found
+    return contents
 
 
 def _fault_of_archive(path: Path) -> str:
@@ -56,16 +56,16 @@ def _fault_of_archive(path: Path) -> str:
     return f"it holds {objects:,} bytes beside its tensors" if objects > MOST_BYTES else ""
 
 
-def fault_of(found: object) -> str:
+def fault_of(contents: object) -> str:
     """Says why what a file holds is no post-mortem; "" of one."""
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        is_dict = isinstance(found, dict)
-        what = f"a dict with {sorted(map(readable, found))[:5]}" if is_dict else type(found).__name__
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+        is_dict = isinstance(contents, dict)
+        what = f"a dict with {sorted(map(readable, contents))[:5]}" if is_dict else type(contents).__name__
         return f"found {what}; expected what training leaves at its first alarm"
-    version = found.get("version")
+    version = contents.get("version")
     if type(version) is not int or version != VERSION:
         return f"version {readable(version)} was written by another ampatch: expected {VERSION}"
-    wrong = [name for name, kind in PARTS.items() if not isinstance(found.get(name), kind)]
+    wrong = [name for name, kind in PARTS.items() if not isinstance(contents.get(name), kind)]
     return f"its parts {', '.join(wrong)} are missing or damaged" if wrong else ""
 
 
@@ -79,10 +79,10 @@ def readable(value: object) -> str:
     return "".join(character if character.isprintable() else "?" for character in begin)
 
 
-def describe(found: dict) -> Iterator[str]:
+def describe(contents: dict) -> Iterator[str]:
     """Yields the lines; raises what it raises of values that training does not leave."""
-    models = found["models"][:MOST_MODELS]
-    alarm, where, history = found["alarm"], found["where"], found["history"]
+    models = contents["models"][:MOST_MODELS]
+    alarm, where, history = contents["alarm"], contents["where"], contents["history"]
     has_ranks = where.get("ranks", 1) != 1
     rank = f", rank {readable(where.get('rank'))} of {readable(where['ranks'])}" if has_ranks else ""
     script = readable(where.get("script"))
@@ -90,7 +90,7 @@ def describe(found: dict) -> Iterator[str]:
     if later := alarm.get("steps_later"):
         of_what = "batch, weights and gradients are those of that step"
         yield f"  The host knew {readable(later)} steps later: {of_what}."
-    level, scale = readable(found["opt_level"]), readable(found["options"].get("loss_scale"))
+    level, scale = readable(contents["opt_level"]), readable(contents["options"].get("loss_scale"))
     skipped = f"{readable(history['skipped'])} of {readable(history['steps'])} steps were skipped"
     yield f"  {level} ({scale} loss scale): {skipped}"
     yield f"  scale: {describe_scales(history['updates'])}"
@@ -99,8 +99,8 @@ def describe(found: dict) -> Iterator[str]:
         yield from describe_batch(name, model["batch"])
         for part in ("weights", "gradients"):
             yield f"  {part} of {name}: {describe_ranges(model[part])}"
-    if len(models) < len(found["models"]):
-        yield f"  and {len(found['models']) - len(models)} more models"
+    if len(models) < len(contents["models"]):
+        yield f"  and {len(contents['models']) - len(models)} more models"
     versions = f"ampatch {readable(where.get('ampatch'))}, torch {readable(where.get('torch'))}"
     yield f"  {versions}, Python {readable(where.get('python'))}, {readable(where.get('device'))}"
     for advice in advise(models, alarm.get("kind")):
@@ -143,22 +143,22 @@ def describe_broken(facts: Facts) -> str:
     return " and ".join(f"{readable(facts[kind])} {kind}" for kind in ("nan", "inf") if facts.get(kind))
 
 
-def describe_ranges(found: Sequence[Facts]) -> str:
+def describe_ranges(ranges: Sequence[Facts]) -> str:
     """Says of many tensors how many are not finite, or which has the largest value."""
-    if not found:
+    if not ranges:
         return "none"
-    broken = [facts for facts in found if is_broken(facts)]
+    broken = [facts for facts in ranges if is_broken(facts)]
     if broken:
         names = [f"{readable(facts.get('name'))} ({describe_broken(facts)})" for facts in broken[:MOST_NAMED]]
         more = ", ..." if len(broken) > MOST_NAMED else ""
-        return f"{len(broken)} of {len(found)} are not finite: {', '.join(names)}{more}"
+        return f"{len(broken)} of {len(ranges)} are not finite: {', '.join(names)}{more}"
     ends = [
         (entry.get(end) or 0.0, readable(entry.get("name")))
-        for entry in found
+        for entry in ranges
         for end in ("least", "largest")
     ]
     largest, name = max((abs(float(end)), name) for end, name in ends)  # type: ignore[arg-type]
-    return f"{len(found)}, all finite; the largest value is {largest:.4g}, in {name}"
+    return f"{len(ranges)}, all finite; the largest value is {largest:.4g}, in {name}"
 
 
 def is_broken(facts: Facts) -> bool:

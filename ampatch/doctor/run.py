@@ -54,6 +54,6 @@ class ScriptRun:
     @classmethod
     def from_json(cls, text: str) -> ScriptRun:
         """Reads them."""
-        given: Mapping[str, object] = json.loads(text)
-        changes = tuple(Change(**each | {"lines": tuple(each["lines"])}) for each in given["changes"])
-        return cls(**given | {"changes": changes})
+        values: Mapping[str, object] = json.loads(text)
+        changes = tuple(Change(**each | {"lines": tuple(each["lines"])}) for each in values["changes"])
+        return cls(**values | {"changes": changes})

@@ -19,23 +19,23 @@ MOST_OVERFLOWS = 2  # at a scale that was good before
 
 
 def leave_out_mended(
-    attempts: Sequence[Attempt], found: Sequence[Origin], may_collapse: bool = True
+    attempts: Sequence[Attempt], origins: Sequence[Origin], may_collapse: bool = True
 ) -> list[Origin]:
     """Leaves out of origins what a dynamic scale mends by itself.
 
     Where a scale collapses, and nothing else broke, what a smaller one would mend counts as well; that of its
     search only where there is nothing else.
     """
-    others = [origin for origin in found if not origin.is_of_scale]
+    others = [origin for origin in origins if not origin.is_of_scale]
     if others or not (may_collapse and is_collapse(attempts)):
         return others
     untried = find_untried(attempts)
-    return [origin for origin in found if origin.attempt not in untried] or list(found)
+    return [origin for origin in origins if origin.attempt not in untried] or list(origins)
 
 
-def find_hidden(found: Sequence[Origin]) -> tuple[int, ...]:
+def find_hidden(origins: Sequence[Origin]) -> tuple[int, ...]:
     """Returns the attempts where nothing but the scale was found too large: more may break behind it."""
-    reached = [origin for origin in found if origin.has_reached]
+    reached = [origin for origin in origins if origin.has_reached]
     explained = {origin.attempt for origin in reached if not origin.is_of_scale}
     return tuple(sorted({origin.attempt for origin in reached} - explained))
 
@@ -43,13 +43,13 @@ def find_hidden(found: Sequence[Origin]) -> tuple[int, ...]:
 def find_untried(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     """Returns the attempts that broke at a larger scale than any that a step was made with before."""
     good = 0.0
-    found = []
+    untried = []
     for index, attempt in enumerate(attempts):
         if attempt.is_finite:
             good = max(good, attempt.scale or 0.0)
         elif attempt.is_dynamic and (attempt.scale or 0) > good:
-            found.append(index)
-    return tuple(found)
+            untried.append(index)
+    return tuple(untried)
 
 
 def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
@@ -60,18 +60,18 @@ def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     that leaves bad weights is the last: all that follows comes of it.
     """
     untried = find_untried(attempts)
-    found, search, rest = [], [], []
+    suspects, search, rest = [], [], []
     for index, attempt in enumerate(attempts):
         if attempt.is_finite:
-            found, rest, search = found + search[:1] + [index] * attempt.left_out, rest + search[1:], []
+            suspects, rest, search = suspects + search[:1] + [index] * attempt.left_out, rest + search[1:], []
             continue
         is_probe = index in untried and attempt.loss and attempt.weights
-        (search if is_probe else found).append(index)
+        (search if is_probe else suspects).append(index)
         if not attempt.weights:
             break
     # A search that never ended found nothing: no scale is small enough.
-    found, rest = found + search[:1] + search[1:][-1:], rest + search[1:-1]
-    return (*sorted(found), *rest)
+    suspects, rest = suspects + search[:1] + search[1:][-1:], rest + search[1:-1]
+    return (*sorted(suspects), *rest)
 
 
 def pick_suspects(attempts: Sequence[Attempt], suspects: Sequence[int], most: int) -> tuple[int, ...]:

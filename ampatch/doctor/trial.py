@@ -137,19 +137,19 @@ class Trial:
     def _next(self, run: ScriptRun) -> Parts:
         """Returns the first fix for each thing that breaks in a run."""
         try:
-            found = self.explain(self.start("tried", run), run)
+            findings = self.explain(self.start("tried", run), run)
         except AmpError:
             return ()
-        return tuple((finding.where, finding.remedies[0]) for finding in found)
+        return tuple((finding.where, finding.remedies[0]) for finding in findings)
 
     def _try(self, fix: Fix) -> TriedFix:
         """Runs a script with a fix and says what came of it; where it is not enough, with the next one."""
-        came = self._come_of(fix.change(self.run))
-        found, now = came.after(fix), fix
+        outcome = self._come_of(fix.change(self.run))
+        found, now = outcome.after(fix), fix
         while found.rank != Rank.TRAINS and self.can_afford() and (now := now.next()) is not None:
-            came = self._come_of(now.change(self.run))
-            if came.rank == Rank.TRAINS:
-                found = came.after(now)
+            outcome = self._come_of(now.change(self.run))
+            if outcome.rank == Rank.TRAINS:
+                found = outcome.after(now)
         return found
 
     def _come_of(self, run: ScriptRun) -> TriedFix:
@@ -282,13 +282,13 @@ def find_what_learns(
     first = trial.fall_of(trial.seen)
     for finding in (*suspects(trial, harmless), *half_alone(trial, half, autocast)):
         tries = replace(trial, tried={})
-        found = tries.order(finding)
-        outcome = tries.outcome(found.remedies[0])
+        tried = tries.order(finding)
+        outcome = tries.outcome(tried.remedies[0])
         seen = outcome.seen
         is_near = trial.is_strict and outcome.rank is Rank.TRAINS
         learns = seen and trial.fall_of(seen) >= first + LEARNS and falls_on(seen.attempts)
         if is_near or learns:
-            return [replace(found, facts=found.facts | {"flat": True})]
+            return [replace(tried, facts=tried.facts | {"flat": True})]
     return []
 
 
@@ -296,8 +296,10 @@ def suspects(trial: Trial, harmless: Sequence[Finding]) -> Iterator[Finding]:
     """Yields what was made and reached nothing, as if it were to blame."""
     survives = trial.fall_of(trial.again) >= LEARNS
     for finding in harmless[:MOST_LOOKED_AT]:
-        found = explain(replace(finding, float32_survives=survives))
-        yield replace(found, why=f"{found.why} Nothing broke because of it, but the loss does not fall.")
+        explained = explain(replace(finding, float32_survives=survives))
+        yield replace(
+            explained, why=f"{explained.why} Nothing broke because of it, but the loss does not fall."
+        )
 
 
 def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Finding]:

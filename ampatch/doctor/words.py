@@ -44,12 +44,12 @@ def describe(report: Report) -> Iterator[str]:
 
 def describe_others(findings: Sequence[Finding]) -> Iterator[str]:
     """Yields the lines of all findings but the first, of which most come of the same cause."""
-    said = {remedy for finding in findings[:1] for remedy in finding.remedies}
+    fixes = {remedy for finding in findings[:1] for remedy in finding.remedies}
     others = []
     for finding in findings[1:]:
-        if not said.issuperset(finding.remedies[:1]):
+        if not fixes.issuperset(finding.remedies[:1]):
             others.append(finding)
-        said.update(finding.remedies[:1])
+        fixes.update(finding.remedies[:1])
     for finding in others[:MOST_SHOWN]:
         yield f"Then {describe_place(finding)} ({finding.cause})"
         yield f"  -> {finding.remedies[0]}"

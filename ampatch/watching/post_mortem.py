@@ -95,9 +95,9 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _read_random(given: tuple) -> dict[str, Tensor]:
+def _read_random(values: tuple) -> dict[str, Tensor]:
     """The state of the generator that a forward draws from: that of the first tensor's device."""
-    for one in given:
+    for one in values:
         if isinstance(one, Tensor) and one.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return {}
@@ -154,7 +154,7 @@ def pack_model(model: Module, forward: LastForward) -> dict[str, object]:
 def pack_batch(forward: LastForward) -> list[Facts]:
     """Returns what a forward was given, each tensor with its facts; the first samples where it is large."""
     leaves = [*_name_leaves("args", forward.args), *_name_leaves("kwargs", forward.kwargs)][:MOST_LEAVES]
-    left, found = MOST_BYTES, []
+    left, packed = MOST_BYTES, []
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
             facts = measure(name, leaf)
@@ -162,10 +162,10 @@ def pack_batch(forward: LastForward) -> list[Facts]:
             if values is not None:
                 facts["values"] = values
                 left -= values.nbytes
-            found.append(facts)
+            packed.append(facts)
         else:
-            found.append({"name": name, "value": _plain(leaf)})
-    return found
+            packed.append({"name": name, "value": _plain(leaf)})
+    return packed
 
 
 def cut(tensor: Tensor, most: int) -> Tensor | None:
@@ -202,12 +202,12 @@ def _plain(value: object) -> object:
 
 def pack_random() -> dict[str, object]:
     """Returns the states of Python's and NumPy's random numbers, as they are now."""
-    found: dict[str, object] = {"python": random.getstate()}
+    packed: dict[str, object] = {"python": random.getstate()}
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         name, keys, *rest = numpy.get_state()
-        found["numpy"] = (name, keys.tolist(), *rest)
-    return found
+        packed["numpy"] = (name, keys.tolist(), *rest)
+    return packed
 
 
 def describe_place() -> dict[str, object]:
@@ -275,8 +275,8 @@ def measure(name: str, tensor: Tensor) -> Facts:
 
 def measure_all(named: Iterable[tuple[str, Tensor]], most: int) -> list[Facts]:
     """Returns the facts of tensors, of `most` at the most: those that are not finite come first."""
-    found = [measure(name, tensor) for name, tensor in named]
-    return sorted(found, key=lambda facts: not (facts.get("nan") or facts.get("inf")))[:most]
+    ranges = [measure(name, tensor) for name, tensor in named]
+    return sorted(ranges, key=lambda facts: not (facts.get("nan") or facts.get("inf")))[:most]
 
 
 # ---- Files: whole or not at all, in a folder that stays small ----
@@ -317,7 +317,7 @@ def remove_oldest(folder: Path, newest: Path) -> None:
     Those stay whose times are nearest to that of the newest: a clock that went back makes it the oldest.
     """
     with contextlib.suppress(OSError):
-        found = [path for end in ("pt", "part") for path in folder.glob(f"post-mortem-*-rank*.{end}")]
+        paths = [path for end in ("pt", "part") for path in folder.glob(f"post-mortem-*-rank*.{end}")]
         now = newest.stat().st_mtime_ns
-        for path in sorted(found, key=lambda path: abs(path.stat().st_mtime_ns - now))[MOST_FILES:]:
+        for path in sorted(paths, key=lambda path: abs(path.stat().st_mtime_ns - now))[MOST_FILES:]:
             path.unlink(missing_ok=True)

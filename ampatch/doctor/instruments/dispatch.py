@@ -37,22 +37,22 @@ class Operation:
     func: Callable[..., object] | None
     args: tuple
     kwargs: dict[str, object]
-    taken: Tensors
+    inputs: Tensors
     is_on: bool  # torch.autocast
     record: Op
-    given: Tensors = field(default_factory=list)
+    outputs: Tensors = field(default_factory=list)
     casts: Sequence[Op] = ()  # those of ours that are made for it
 
     @classmethod
     def now(cls, clock: Clock, name: str, func: object, args: tuple, kwargs: dict) -> Operation:
         """Describes what is called at this moment of a run."""
-        taken = inexact_in((args, kwargs))
-        device = taken[0].device.type if taken else "cpu"
+        inputs = inexact_in((args, kwargs))
+        device = inputs[0].device.type if inputs else "cpu"
         if is_on := device != "meta" and torch.is_autocast_enabled(device):
             clock.autocasts.add(device)
         record = Op(name, clock.phase, clock.models.place, user_line())
         record.autocast = device if device in clock.autocasts else None
-        return cls(name, func, args, kwargs, taken, is_on, record)
+        return cls(name, func, args, kwargs, inputs, is_on, record)
 
     @property
     def writes(self) -> bool:
@@ -64,16 +64,16 @@ class Operation:
 
     @functools.cached_property
     def floating(self) -> Tensors:
-        return [tensor for tensor in self.taken if tensor.is_floating_point()]
+        return [tensor for tensor in self.inputs if tensor.is_floating_point()]
 
     def gives(self, result: object) -> Tensors:
         """Returns what can hold inf and NaN of a result, and of what it has written into."""
-        given = inexact_in(result)
+        outputs = inexact_in(result)
         if self.name.endswith("_") and self.args:  # of functions named _foreach_ a list
-            given += inexact_in(self.args[0])
+            outputs += inexact_in(self.args[0])
         if self.name in RUNNING:  # they write into two of what they take
-            given += [tensor for tensor in inexact_in(self.args[1:5]) if not tensor.requires_grad]
-        return list({id(tensor): tensor for tensor in given}.values())
+            outputs += [tensor for tensor in inexact_in(self.args[1:5]) if not tensor.requires_grad]
+        return list({id(tensor): tensor for tensor in outputs}.values())
 
 
 class OperationInstrument(Instrument):
@@ -133,7 +133,7 @@ class Operations(TorchFunctionMode):
             result = self._call(func, args, kwargs)
         except RuntimeError as error:
             with quiet():
-                self._record(operation, operation.taken)
+                self._record(operation, operation.inputs)
                 for rule in rules:
                     ask(rule, rule.see_error, operation, error)
             raise
@@ -143,16 +143,16 @@ class Operations(TorchFunctionMode):
                 ask(rule, rule.after, operation, each)
             if self._clock.failed:
                 self._rules = [rule for rule in self._rules if rule not in self._clock.failed]
-            self._tape.put(operation.record, operation.given)
+            self._tape.put(operation.record, operation.outputs)
         return result
 
-    def _record(self, operation: Operation, given: Tensors) -> None:
+    def _record(self, operation: Operation, outputs: Tensors) -> None:
         """Writes an operation on the tape; a cast that ampatch makes is called as what it is made for."""
         record, is_ours = operation.record, is_called_by_ampatch()
         casts = [cast for cast in self._casts if cast.place == record.place] if is_ours else []
-        operation.given, operation.casts, record.is_ours = given, casts, is_ours
-        self._tape.add(record, operation.taken, given)
-        if not given:
+        operation.outputs, operation.casts, record.is_ours = outputs, casts, is_ours
+        self._tape.add(record, operation.inputs, outputs)
+        if not outputs:
             return
         is_cast = is_ours and operation.name in CASTING and record.phase != "optimizer"
         self._casts = [*casts, record] if is_cast else []
@@ -188,15 +188,15 @@ class Operations(TorchFunctionMode):
         self._clock.undo.callback(patcher.retry)
         self._clock.undo.enter_context(self)
 
-    def _show_function(self, name: str, args: tuple, kwargs: dict, given: Tensors) -> None:
-        rules = [rule for rule in self._rules if given and rule.is_due(name)]
+    def _show_function(self, name: str, args: tuple, kwargs: dict, outputs: Tensors) -> None:
+        rules = [rule for rule in self._rules if outputs and rule.is_due(name)]
         if not rules:
             return
         operation = Operation.now(self._clock, name, None, args, kwargs)
-        for node in {node_of(tensor) for tensor in given if isinstance(node_of(tensor), BackwardCFunction)}:
+        for node in {node_of(tensor) for tensor in outputs if isinstance(node_of(tensor), BackwardCFunction)}:
             node.ampatch_function = self._clock.models.save()
         with quiet():
-            self._record(operation, given)
+            self._record(operation, outputs)
             for rule in rules:
                 self._clock.ask(rule, rule.see_function, operation)
 

@@ -128,22 +128,22 @@ def follow(tape: Tape, of: Operation) -> None:
 
     Constants that became 0, and casts that the script makes, are followed to what they are given to.
     """
-    call, given = of.record, of.given
+    call, outputs = of.record, of.outputs
     for facts in (
         *(cast.facts for cast in of.casts),
         *(tape.records[parent].handed for parent in call.parents),
     ):
         call.facts |= facts
-    if given[0].dtype not in HALF_TYPES:
+    if outputs[0].dtype not in HALF_TYPES:
         return
-    constant = find_lost_constant(call.op, (of.args, of.kwargs), given[0].dtype)
+    constant = find_lost_constant(call.op, (of.args, of.kwargs), outputs[0].dtype)
     if constant is not None:
         call.facts["constant"] = constant
     is_cast = call.op in ops.CASTS and call.phase != "input" and is_called_by_user()
     if is_cast and not re.search(r"\.dtype|type_as", text_of(call.where)):  # not the type of another tensor
         call.facts["cast"] = call.where
     for name, value in [(name, call.facts[name]) for name in ("constant", "cast") if name in call.facts]:
-        result = plain(given[0])
+        result = plain(outputs[0])
         is_lost = (result == 1) | (result == -1 if value[1] == "1" else result.abs() < SMALL)
         if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
             call.handed[name] = value
@@ -156,7 +156,7 @@ def text_of(where: str | None) -> str:
 
 def explain_arguments(origin: Origin, of: Operation, like: list[str]) -> None:
     """Puts into the facts of what broke what its arguments show; `like` are modules of the class it is in."""
-    call, taken = origin.call, of.taken
+    call, inputs = origin.call, of.inputs
     call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
     if call.facts["own"] and (call.phase == "forward" or call.facts.get("within")):
         call.facts["alike"] = like
@@ -164,18 +164,18 @@ def explain_arguments(origin: Origin, of: Operation, like: list[str]) -> None:
     is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))
     if nothing and not is_length and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
-    if call.op in ops.QUOTIENTS and len(taken) > 1:
-        call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
+    if call.op in ops.QUOTIENTS and len(inputs) > 1:
+        call.facts["signed"] = bool((plain(inputs[-1]) < 0).any())
     if call.op in (*ops.QUOTIENTS, "pow", "pow_"):
         call.facts["zero"] = divides_by_zero(origin, of.arguments)
         call.facts["inverse"] = divisor_of(call.op, of.args) is not None
-    if call.op in ops.LOGARITHMS and taken[0].dtype is torch.float32:
+    if call.op in ops.LOGARITHMS and inputs[0].dtype is torch.float32:
         call.facts["sums"] = "exp(" in text_of(call.where)  # which are small together
     bad = [constant for constant in constants_in((of.args, of.kwargs), False) if not math.isfinite(constant)]
     if bad and call.phase == "optimizer":
         call.facts["given"] = str(float(bad[0]))
     is_cast = call.op in ops.CASTS or call.phase == "input"  # as of a buffer, by initialize
-    if is_cast and (constant := find_overflow_of(taken, call.dtype)):
+    if is_cast and (constant := find_overflow_of(inputs, call.dtype)):
         call.facts["constant"] = constant
     if call.op in ops.SOFTMAXES:
         call.facts.setdefault("constant", (-math.inf, "-inf", call.dtype))
@@ -218,7 +218,7 @@ def note_error(error: Exception, of: Operation, origins: Origins, region: Paste 
     call = of.record
     call.facts["error"] = str(error).split("\n")[0]
     if "without overflow" in str(error):
-        constant = find_lost_constant(call.op, (of.args, of.kwargs), of.taken[0].dtype)
+        constant = find_lost_constant(call.op, (of.args, of.kwargs), of.inputs[0].dtype)
         call.facts = {"raised": True, "constant": constant or (math.nan, "", "")}
     damage = Damage("inf", (), 1, None, (), call.dtype)
     origins.reach([origins.add(call, damage, region=region)])
@@ -237,20 +237,20 @@ def find_overflow_of(tensors: Tensors, dtype: str) -> Constant | None:
 
 def find_infinity(origin: Origin, of: Operation) -> Constant | None:
     """Returns the infinity that a mask multiplies by 0, or the lowest number that it adds to another."""
-    taken = of.taken
-    dtype = str(taken[0].dtype)[6:] if taken else ""
+    inputs = of.inputs
+    dtype = str(inputs[0].dtype)[6:] if inputs else ""
     if origin.call.op in ("mul", "mul_") and origin.damage.kind == "nan":
         numbers = [
             *constants_in((of.args, of.kwargs), False),
-            *(plain(tensor).min().item() for tensor in taken),
+            *(plain(tensor).min().item() for tensor in inputs),
         ]
-        found = next((number for number in numbers if math.isinf(number)), None)
-        return None if found is None else (found, str(found), dtype)
-    if origin.call.op in ops.OF_ALL and taken and plain(taken[0]).isinf().any():
+        infinite = next((number for number in numbers if math.isinf(number)), None)
+        return None if infinite is None else (infinite, str(infinite), dtype)
+    if origin.call.op in ops.OF_ALL and inputs and plain(inputs[0]).isinf().any():
         return -math.inf, "-inf", dtype
-    lowest = torch.finfo(taken[0].dtype).min if origin.call.op in MASKING and taken else 0.0
+    lowest = torch.finfo(inputs[0].dtype).min if origin.call.op in MASKING and inputs else 0.0
     is_added = (
-        lowest and origin.damage.kind == "inf" and any((plain(tensor) == lowest).any() for tensor in taken)
+        lowest and origin.damage.kind == "inf" and any((plain(tensor) == lowest).any() for tensor in inputs)
     )
     return (lowest, "-inf", dtype) if is_added else None
 

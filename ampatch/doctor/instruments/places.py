@@ -104,10 +104,10 @@ class Models:
     def name_of(self, parameter: object) -> str | None:
         return self._parameters.get(id(parameter))
 
-    def name_beside(self, tensor: Tensor, given: list[Tensor], taken: list[Tensor]) -> str | None:
+    def name_beside(self, tensor: Tensor, outputs: list[Tensor], inputs: list[Tensor]) -> str | None:
         """Names the parameter that an optimizer computed a result of: its lists stand in step."""
-        results = list({id(each): None for each in given})  # in place, they may be given twice
-        beside = taken[results.index(id(tensor)) :: len(results)]
+        results = list({id(each): None for each in outputs})  # in place, they may be given twice
+        beside = inputs[results.index(id(tensor)) :: len(results)]
         names = (*map(self.name_of, beside), *map(self.name_held, beside))  # weights may be detached
         return next(filter(None, names), None)
 

@@ -45,9 +45,10 @@ class OwnFloat32(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        given = (*args, *kwargs.values())
+        arguments = (*args, *kwargs.values())
         if (
-            name in HALVING or any(dtype in HALF_TYPES for dtype in given if isinstance(dtype, torch.dtype))
+            name in HALVING
+            or any(dtype in HALF_TYPES for dtype in arguments if isinstance(dtype, torch.dtype))
         ) and (is_called_by_user()):
             func = Tensor.float if name in HALVING else func
             args, kwargs = tree_map_only(torch.dtype, widen, (args, kwargs))
@@ -108,8 +109,8 @@ def note_autocast_without_gpu(undo: ExitStack) -> set[str]:
         init(*args, **kwargs)
         if "cuda" not in (*args[1:], *kwargs.values()) or torch.cuda.is_available():
             return
-        given = inspect.signature(init).bind(*args, **kwargs).arguments
-        if given["device_type"] == "cuda" and given.get("enabled", True):
+        arguments = inspect.signature(init).bind(*args, **kwargs).arguments
+        if arguments["device_type"] == "cuda" and arguments.get("enabled", True):
             lines.add(str(user_line()))
 
     wrap(torch.autocast, "__init__", noted, undo)

@@ -50,10 +50,10 @@ def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
     is_part = not casts and bool(place and place.module)
     if in_half and not (is_last or is_part):
         return None
-    taken = list(tensors_in_statement(statement, frame, is_half_tensor))
-    edits: list[Edit] = [(source.end(name), ".float()", 0) for name in taken]
+    half = list(tensors_in_statement(statement, frame, is_half_tensor))
+    edits: list[Edit] = [(source.end(name), ".float()", 0) for name in half]
     if is_part:
-        edits = cast_back(source, statement, edits, taken)
+        edits = cast_back(source, statement, edits, half)
     if casts and not in_half:  # no casts of functions are on in a half model
         inside = indent("\n".join(source.text_of(statement, edits)), "    ").split("\n")
         change = source.replaced(statement, (*casts[2], f"with {casts[0]}:", *inside))
@@ -65,17 +65,17 @@ def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
 
 
 def cast_back(
-    source: Source, statement: ast.stmt, edits: Sequence[Edit], taken: Sequence[ast.expr]
+    source: Source, statement: ast.stmt, edits: Sequence[Edit], half: Sequence[ast.expr]
 ) -> list[Edit]:
     """Returns edits of a statement, and a cast of what it gives to the type of what it takes; or none."""
     value = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
     is_name = not isinstance(statement, ast.Assign) or isinstance(statement.targets[0], ast.Name)
-    if not taken or value is None or not is_name or isinstance(value, (ast.Tuple, ast.List, ast.Dict)):
+    if not half or value is None or not is_name or isinstance(value, (ast.Tuple, ast.List, ast.Dict)):
         return []
     end = source.end(value)
     last = "".join(new for at, new, _ in edits if at == end)
     inside = [edit for edit in edits if edit[0] != end]
-    return [*inside, (source.begin(value), "(", 0), (end, f"{last}).to({ast.unparse(taken[0])}.dtype)", 0)]
+    return [*inside, (source.begin(value), "(", 0), (end, f"{last}).to({ast.unparse(half[0])}.dtype)", 0)]
 
 
 def statement_here() -> tuple[FrameType | None, Source, ast.stmt | None]:
@@ -91,12 +91,12 @@ def statement_here() -> tuple[FrameType | None, Source, ast.stmt | None]:
 def statement_of_zeros() -> Change | None:
     """Returns the statement that the user's code is at, with 0 for each inf and NaN that it takes."""
     frame, source, statement = statement_here()
-    found = (
+    nodes = (
         tensors_in_statement(statement, frame, lambda tensor: not is_finite(tensor))
         if statement and frame
         else ()
     )
-    edits: list[Edit] = [(source.end(node), ".nan_to_num(0, 0, 0)", 0) for node in found]
+    edits: list[Edit] = [(source.end(node), ".nan_to_num(0, 0, 0)", 0) for node in nodes]
     return source.edited(statement, edits) if statement and edits else None
 
 
@@ -105,8 +105,8 @@ def function_at(where: str | None, autocast: str | None) -> Paste | None:
     source, _ = statement_of(where)
     _, line = place_of(where)
     function = source.statement_at(line, (ast.FunctionDef,))
-    taken = [arg.arg for arg in function.args.args] if isinstance(function, ast.FunctionDef) else []
-    if function is None or taken[:1] in ([], ["self"]):
+    names = [arg.arg for arg in function.args.args] if isinstance(function, ast.FunctionDef) else []
+    if function is None or names[:1] in ([], ["self"]):
         return None
     return Paste(FUNCTION, (decorated(source, function, *casts_of(autocast, source, line, {})[1:]),))
 
@@ -131,18 +131,20 @@ def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imp
         function = source.statement_at(frame.f_lineno)
     elif not isinstance(function, ast.FunctionDef) or function.name != frame.f_code.co_name:
         return None
-    taken = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    is_of_function = any(isinstance(frame.f_locals.get(name), BackwardCFunction) for name in taken[:1])
+    parameters = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    is_of_function = any(isinstance(frame.f_locals.get(name), BackwardCFunction) for name in parameters[:1])
     if is_of_function and frame.f_code.co_name == "backward":
         return None  # a backward, of which the gradients have the types of what its forward took
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     used = [frame.f_locals.get(name, frame.f_globals.get(name)) for name in names]
     uses_model = any(isinstance(value, Module) and any(True for _ in value.parameters()) for value in used)
-    if uses_model or not any(isinstance(frame.f_locals.get(name), Tensor) for name in taken):
+    if uses_model or not any(isinstance(frame.f_locals.get(name), Tensor) for name in parameters):
         return None
     if not isinstance(function, ast.FunctionDef):
         lambdas = [node for node in ast.walk(function) if isinstance(node, ast.Lambda)]
-        parts = [function for function in lambdas if tuple(each.arg for each in function.args.args) == taken]
+        parts = [
+            function for function in lambdas if tuple(each.arg for each in function.args.args) == parameters
+        ]
         opened = "".join(f"{decorator}(" for decorator in decorators)
         edits = [(source.begin(part), opened, 0) for part in parts]
         edits += [(source.end(part), ")" * len(decorators), 0) for part in parts]

@@ -34,8 +34,8 @@ class Op:
     place: Place | None
     where: str | None
     dtype: str = ""  # of the first that it gives
-    taken: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()  # dtypes
+    outputs: tuple[str, ...] = ()  # dtypes
     parents: tuple[int, ...] = ()
     is_ours: bool = False  # whether ampatch calls it
     number: int = -1  # on the tape
@@ -49,7 +49,7 @@ class Op:
 
     @property
     def is_half(self) -> bool:
-        return any(dtype in HALF for dtype in self.given)
+        return any(dtype in HALF for dtype in self.outputs)
 
     @property
     def site(self) -> tuple[object, ...]:
@@ -69,20 +69,20 @@ class Tape:
         self._early: tuple[int, dict[Hashable, int]] = 0, {}
         self._attempt = 0
 
-    def add(self, record: Op, taken: Collection[Tensor] = (), given: Collection[Tensor] = ()) -> None:
+    def add(self, record: Op, inputs: Collection[Tensor] = (), outputs: Collection[Tensor] = ()) -> None:
         """Adds a record of what takes and gives some tensors; `put` then has these come of it."""
-        record.dtype = next((str(tensor.dtype)[6:] for tensor in given), "")
-        record.taken, record.given = (
-            tuple(str(tensor.dtype)[6:] for tensor in each) for each in (taken, given)
+        record.dtype = next((str(tensor.dtype)[6:] for tensor in outputs), "")
+        record.inputs, record.outputs = (
+            tuple(str(tensor.dtype)[6:] for tensor in each) for each in (inputs, outputs)
         )
-        record.parents = self.makers_of([*taken, *given])
+        record.parents = self.makers_of([*inputs, *outputs])
         record.origins = {origin for parent in record.parents for origin in self.records[parent].origins}
         record.number = len(self.records)
         self.records.append(record)
 
-    def put(self, record: Op, given: Collection[Tensor]) -> None:
+    def put(self, record: Op, outputs: Collection[Tensor]) -> None:
         """Has tensors come of a record."""
-        self._made.update((key_of(tensor), record.number) for tensor in given)
+        self._made.update((key_of(tensor), record.number) for tensor in outputs)
 
     def keep(self) -> None:
         self._early = len(self.records), self._made.copy()
@@ -96,8 +96,8 @@ class Tape:
     def makers_of(self, tensors: Collection[Tensor]) -> tuple[int, ...]:
         """Returns the records, by number, of what made some tensors, each once."""
         self._begin()
-        found = (self._made.get(key_of(tensor)) for tensor in tensors) if self._made else ()
-        return tuple(dict.fromkeys(number for number in found if number is not None))
+        numbers = (self._made.get(key_of(tensor)) for tensor in tensors) if self._made else ()
+        return tuple(dict.fromkeys(number for number in numbers if number is not None))
 
     def before(self, numbers: Collection[int], through: Collection[str] | None = None) -> Iterator[Op]:
         """Yields records, and those before them, each once; only `through` operations of these names."""
@@ -228,14 +228,14 @@ class Graph:
         self._models, self._on_bad = models, on_bad
         self._nodes: list[object] = []  # kept, so that each stays one object of Python
 
-    def tag(self, taken: list[Tensor], given: list[Tensor], call: Op) -> None:
+    def tag(self, inputs: list[Tensor], outputs: list[Tensor], call: Op) -> None:
         """Has the nodes of an operation know it; what it takes may come of a function that nobody saw."""
-        for tensor in taken:
+        for tensor in inputs:
             node = node_of(tensor)
             if node is not None and KNOWN not in node.metadata:
                 name = node.name().removesuffix("Backward")
                 self._tag_nodes(node, Op(name, call.phase, call.place, call.where, call.dtype))
-        for tensor in given:
+        for tensor in outputs:
             self._tag_nodes(node_of(tensor), call)
 
     def _tag_nodes(self, node: object, call: Op) -> None:
@@ -251,26 +251,26 @@ class Graph:
             self._nodes.append(node)
             waiting += followers
 
-    def _look(self, index: int, call: Op, names: list[str | None], made: tuple, taken: tuple) -> None:
+    def _look(self, index: int, call: Op, names: list[str | None], made: tuple, outer: tuple) -> None:
         """A hook of a node: `made` are the gradients that it made of those that it took."""
         with quiet():
             for tensor, name in zip(made, names, strict=False):
                 if tensor is not None and not is_finite(tensor):
-                    self._on_bad(call, self._nodes[index], name, tensor, taken)
+                    self._on_bad(call, self._nodes[index], name, tensor, outer)
                     return
 
 
 def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
     """Yields the nodes of a graph, each once, but none that is older than the first."""
-    found = [node_of(root) for root in roots]
+    waiting = [node_of(root) for root in roots]
     seen: set[object] = set()
-    while found:
-        node = found.pop()
+    while waiting:
+        node = waiting.pop()
         if node is None or node in seen or node._sequence_nr() < first:
             continue
         seen.add(node)
         yield node
-        found += [each for each, _ in node.next_functions]
+        waiting += [each for each, _ in node.next_functions]
 
 
 def is_leaf(node: object) -> bool:
@@ -288,7 +288,7 @@ def variable_of(node: object) -> object:
     return None
 
 
-def is_cured_by_scale(node: Callable[..., object], taken: tuple, scale: float) -> bool:
+def is_cured_by_scale(node: Callable[..., object], grads: tuple, scale: float) -> bool:
     """Asks a node, before it forgets what it saved, whether a smaller loss scale would do.
 
     One that cannot be asked, as those in a checkpoint, which unpack what they saved once, is judged by its
@@ -296,7 +296,7 @@ def is_cured_by_scale(node: Callable[..., object], taken: tuple, scale: float) -
     """
     try:
         factor = min(SMALLER, SMALL / scale) if scale else SMALLER  # one that has fallen to 0
-        smaller = [None if tensor is None else tensor * factor for tensor in taken]
+        smaller = [None if tensor is None else tensor * factor for tensor in grads]
         function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function
         again = node(*smaller) if function is None else function.backward(node, *smaller)
     except (RuntimeError, TypeError):

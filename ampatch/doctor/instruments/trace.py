@@ -109,18 +109,18 @@ class Trace(OperationInstrument):
 
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
-            came = self.tape.origins_of(tensor)
-            for origin in of_phase("loss", came):  # it stands between two models
+            origins = self.tape.origins_of(tensor)
+            for origin in of_phase("loss", origins):  # it stands between two models
                 origin.phase = "forward"
             if is_finite(tensor):
                 continue
-            for origin in of_phase("input", came):  # made of a part of the batch, shown in all of it
+            for origin in of_phase("input", origins):  # made of a part of the batch, shown in all of it
                 if (damage := examine(tensor)).kind == origin.damage.kind:
                     origin.damage = damage
-            if not came:
-                came = self.origins.add_data(tensor, self.models.place, places.user_line())
-                self.tape.mark(tensor, came)
-            self.origins.note_taken(came, "model")
+            if not origins:
+                origins = self.origins.add_data(tensor, self.models.place, places.user_line())
+                self.tape.mark(tensor, origins)
+            self.origins.note_taken(origins, "model")
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
@@ -185,13 +185,13 @@ class Trace(OperationInstrument):
     def before(self, operation: Operation) -> Kept | None:
         """Returns what is bad before an operation that writes into it, and the largest number."""
         if operation.name in ops.ASKING and operation.record.phase != "input":
-            bad = (tensor for tensor in operation.taken if not is_finite(tensor))
+            bad = (tensor for tensor in operation.inputs if not is_finite(tensor))
             self.origins.asked |= self.tape.origins_of(*bad)
-        return examine_all(operation.taken) if operation.writes else None
+        return examine_all(operation.inputs) if operation.writes else None
 
     def after(self, operation: Operation, kept: Kept | None) -> None:
         """Follows what is bad, and what arguments show."""
-        if not operation.given:
+        if not operation.outputs:
             return
         follow(self.tape, operation)
         self._look(operation.record, operation, kept)
@@ -201,35 +201,35 @@ class Trace(OperationInstrument):
                 explain_arguments(origin, operation, self.models.like_place())
 
     def see_error(self, operation: Operation, error: Exception) -> None:
-        if operation.taken:
+        if operation.inputs:
             note_error(error, operation, self.origins, self._region(operation.record, operation))
             operation.record.facts["within"] = self.clock.within is not None
 
     def see_function(self, operation: Operation) -> None:
         """Learns of a function whose node has no operation."""
-        self._graph.tag(operation.taken, operation.given, operation.record)
+        self._graph.tag(operation.inputs, operation.outputs, operation.record)
 
     def _look(self, call: Op, operation: Operation, kept: Kept | None) -> None:
         """Looks at what an operation gives."""
-        taken, given = operation.taken, operation.given
-        self._graph.tag(taken, given, call)
-        worst = next((tensor for tensor in given if not is_finite(tensor)), None)
+        inputs, outputs = operation.inputs, operation.outputs
+        self._graph.tag(inputs, outputs, call)
+        worst = next((tensor for tensor in outputs if not is_finite(tensor)), None)
         if kept is None and (call.origins or worst is not None):
-            kept = examine_all(taken)
+            kept = examine_all(inputs)
         bad, largest = kept or ([], None)
-        came = self.tape.origins_of(*bad)
+        origins = self.tape.origins_of(*bad)
         if any(word in call.op for word in ops.WEIGHING):
-            came = {origin for origin in came if not origin.is_quiet}
-        if self.clock.within is not None and bad and not came:
+            origins = {origin for origin in origins if not origin.is_quiet}
+        if self.clock.within is not None and bad and not origins:
             return  # gradients that were bad before
         damage = None if worst is None else examine(worst, bool(bad))
         if (
             bad and damage is None and not any(tensor.requires_grad for tensor in bad)
         ):  # data that a mask hides
-            call.origins, call.hidden = self.tape.origins_of(*filter(is_finite, taken)), came
-        if damage is not None and bad and not came:
-            call.origins |= (came := self._find_unseen(call, bad))
-        is_new = damage is not None and not came
+            call.origins, call.hidden = self.tape.origins_of(*filter(is_finite, inputs)), origins
+        if damage is not None and bad and not origins:
+            call.origins |= (origins := self._find_unseen(call, bad))
+        is_new = damage is not None and not origins
         is_inf = is_new and damage.kind == "inf" and call.op not in ops.OF_ALL
         # As the fill value of a mask does; a rate may be infinite.
         is_named = is_inf and operation.record.phase != "optimizer" and holds_no_number(operation.arguments)
@@ -237,7 +237,7 @@ class Trace(OperationInstrument):
         if is_new and not of_mask:
             parameter = self.models.name_of(worst)
             if parameter is None and (call.phase == "optimizer" or call.op in ops.CASTING):
-                parameter = self.models.name_beside(worst, given, taken)
+                parameter = self.models.name_beside(worst, outputs, inputs)
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and places.is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
@@ -248,12 +248,12 @@ class Trace(OperationInstrument):
                 self._inside[self.clock.within].add(new)
                 call.facts["within"] = True
         elif damage is not None and damage.kind == "nan":
-            self.origins.note_turn(call, damage, came)
+            self.origins.note_turn(call, damage, origins)
         call.infinite = examine(bad[0]) if of_mask and bad else None
         call.is_data = any(bool((plain(tensor) == math.inf).any()) for tensor in bad)
 
     def _region(self, call: Op, of: Operation) -> Paste | None:
-        if not any(map(is_half_tensor, of.taken)):
+        if not any(map(is_half_tensor, of.inputs)):
             before = self.tape.before(call.parents)
             source = next(
                 (record for record in before if record.dtype in HALF and record.op not in ops.CASTS), None
@@ -269,24 +269,24 @@ class Trace(OperationInstrument):
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
                 name = self.models.name_of(tensor) or self.models.name_held(tensor)
                 is_first = self.window is not None and not self.clock.attempt
-                found = {self.origins.add_unseen(tensor, name, call.where, is_first)}
-                self.tape.mark(tensor, found)
-                return found
+                origins = {self.origins.add_unseen(tensor, name, call.where, is_first)}
+                self.tape.mark(tensor, origins)
+                return origins
         return set()
 
     def _on_bad_gradient(
-        self, call: Op, node: object, parameter: str | None, made: Tensor, taken: tuple
+        self, call: Op, node: object, parameter: str | None, made: Tensor, grads: tuple
     ) -> None:
         """An operation's own bad numbers come back here; else it is an origin if what it took was finite."""
         if not self.active or (self._found_in_backward and node.name() == ops.REPEATED):
             return
         self._found_in_backward = True
         self.origins.came_back |= call.origins or call.hidden
-        if call.origins or call.hidden or not all(map(is_finite, given := [*tensors_in(taken)])):
+        if call.origins or call.hidden or not all(map(is_finite, arrived := [*tensors_in(grads)])):
             return
         if inside := self._inside[node]:
             for origin in inside:
-                origin.is_of_scale = ops.is_cured_by_scale(node, taken, self.clock.get_scale())
+                origin.is_of_scale = ops.is_cured_by_scale(node, grads, self.clock.get_scale())
                 origin.parameter = parameter
             self.origins.came_back |= inside
             return
@@ -305,7 +305,7 @@ class Trace(OperationInstrument):
             )
             call.facts["alike"] = sorted({record.place.module for record in like if record.place})
         call.facts["function"] = hasattr(node, "saved_tensors")  # one of Python
-        more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
-        more["is_of_scale"] = ops.is_cured_by_scale(node, taken, self.clock.get_scale())
+        more = {"input_largest": largest_of(arrived), "parameter": parameter, "node": node.name()}
+        more["is_of_scale"] = ops.is_cured_by_scale(node, grads, self.clock.get_scale())
         self.origins.came_back.add(origin := self.origins.add(call, examine(made), **more))
         origin.phase = "backward"

@@ -62,15 +62,17 @@ def is_finite(tensor: Tensor) -> bool:
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Says whether all numbers of some tensors are finite; costs a host sync."""
-    found = [tensor for tensor in tensors if is_inexact(tensor) and not tensor.is_meta and tensor.numel()]
-    if len(found) > 1 and all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in found):
+    inexact = [tensor for tensor in tensors if is_inexact(tensor) and not tensor.is_meta and tensor.numel()]
+    if len(inexact) > 1 and all(
+        type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in inexact
+    ):
         with suppress(RuntimeError):  # of tensors on several devices
             lengths = torch._foreach_norm(
-                [tensor.detach() for tensor in found]
+                [tensor.detach() for tensor in inexact]
             )  # on a CPU faster than the largest
             if torch.isfinite(torch.stack(lengths)).all():  # else a square may have overflowed
                 return True
-    return all(map(is_finite, found))
+    return all(map(is_finite, inexact))
 
 
 def is_mask(tensor: Tensor) -> bool:

@@ -43,10 +43,10 @@ def watch(models: object, optimizers: object, scaler: object = None) -> Iterator
     with ExitStack() as undo:
         clock = Clock(undo, is_quiet=False)  # a replay is seen by instruments
         watched = listed(models, "models", "torch.nn.Module", find_module)
-        given = [] if optimizers is None else optimizers
-        stepped = listed(given, "optimizers", "torch.optim.Optimizer", find_hooked)
+        listed_optimizers = [] if optimizers is None else optimizers
+        stepped = listed(listed_optimizers, "optimizers", "torch.optim.Optimizer", find_hooked)
         watcher = Watcher(clock, watched, stepped, patient)
-        del models, optimizers, scaler, given, watched, stepped  # the script may drop them
+        del models, optimizers, scaler, listed_optimizers, watched, stepped  # the script may drop them
         undo.enter_context(amp.observe(patient))
         watcher.open()
         yield patient

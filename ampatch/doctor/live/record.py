@@ -51,11 +51,11 @@ class Slots:
 
     def find(self, tensor: Tensor) -> int | None:
         """Returns the number of a tensor; it may have got a graph since, of a function that nobody saw."""
-        found = self._known.get(id(tensor))
-        if found is None or found[0]() is not tensor:
+        slot = self._known.get(id(tensor))
+        if slot is None or slot[0]() is not tensor:
             return None
-        self.is_whole &= found[2] or node_of(tensor) is None
-        return found[1]
+        self.is_whole &= slot[2] or node_of(tensor) is None
+        return slot[1]
 
     def add(self, value: object) -> tuple[int, ...]:
         """Numbers the tensors in a result."""
@@ -338,13 +338,13 @@ def plain_in(space: Space) -> Space:
 
 def globals_of(modules: Iterable[Module]) -> list[Space]:
     """Returns the global variables of the user's files in which the classes of modules stand."""
-    found = {}
+    spaces = {}
     for kind in {type(module) for module in modules}:
         function = getattr(kind.forward, "__wrapped__", kind.forward)
         code = getattr(function, "__code__", None)
         if code is not None and not code.co_filename.startswith(LIBRARIES):
-            found[id(function.__globals__)] = function.__globals__
-    return list(found.values())
+            spaces[id(function.__globals__)] = function.__globals__
+    return list(spaces.values())
 
 
 class ModelState:

@@ -66,7 +66,7 @@ def replay(
     scale: float,
 ) -> Replayed:
     """Does the step of an optimizer again, at the scale of its loss, with all that is watched."""
-    found = Replayed()
+    replayed = Replayed()
     try:
         refuse(record, models)
         with as_it_was(record, models):
@@ -75,23 +75,23 @@ def replay(
             try:
                 run_again(run, trace)
             finally:
-                found.origins = found_by(trace, record, optimizer)
+                replayed.origins = found_by(trace, record, optimizer)
         with as_it_was(record, models):
             again = InFloat32(record, models, optimizers)
-            trace = Trace(Tape(again.clock), None) if find_hidden(found.origins) else None
+            trace = Trace(Tape(again.clock), None) if find_hidden(replayed.origins) else None
             oversized = Oversized(again.clock)
             run_again(again, trace)
-            found.survives, found.oversized = again.is_finite(), tuple(oversized.names)
+            replayed.survives, replayed.oversized = again.is_finite(), tuple(oversized.names)
             behind = found_by(trace, record, optimizer) if trace is not None else []
-            found.origins = [origin for origin in behind if origin.has_reached] + found.origins
+            replayed.origins = [origin for origin in behind if origin.has_reached] + replayed.origins
     except Exception as error:  # of the script's own code, or of torch: training goes on
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = "whether float32 survives is not known" if found.origins else "it could not be replayed"
-        found.unknown.append(f"{what}: {said}")
-    if not found.unknown and not any(origin.has_reached for origin in found.origins):
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = "whether float32 survives is not known" if replayed.origins else "it could not be replayed"
+        replayed.unknown.append(f"{what}: {reason}")
+    if not replayed.unknown and not any(origin.has_reached for origin in replayed.origins):
         why = "another rank may have broken it" if has_ranks() else "it drew from elsewhere than torch"
-        found.unknown.append(f"it did not break again when it was replayed: {why}")
-    return found
+        replayed.unknown.append(f"it did not break again when it was replayed: {why}")
+    return replayed
 
 
 def refuse(record: Record, models: Sequence[Module]) -> None:
@@ -210,12 +210,12 @@ class Rerun:
     def _add_gradients(self, roots: list[Tensor], options: dict[str, object]) -> None:
         """Gradients are added up as in the step."""
         kept = {name: options[name] for name in ("retain_graph", "create_graph") if name in options}
-        given = options.get("gradient", options.get("grad_tensors"))
-        given = given if given is None or isinstance(given, (tuple, list)) else [given]
+        grads = options.get("gradient", options.get("grad_tensors"))
+        grads = grads if grads is None or isinstance(grads, (tuple, list)) else [grads]
         if any(node.name() == REPEATED for node in nodes_of(roots)):
-            self._go_through(roots, given, kept)
+            self._go_through(roots, grads, kept)
             return
-        gradients = torch.autograd.grad(roots, self.parameters, given, allow_unused=True, **kept)
+        gradients = torch.autograd.grad(roots, self.parameters, grads, allow_unused=True, **kept)
         with quiet():
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 if gradient is not None:

@@ -73,9 +73,9 @@ class Patient(amp.Observer):
         seen = Seen(tuple(self.attempts), False, False, tuple(self.origins))
         return self._explained(findings_in(seen, seen.origins, may_collapse))
 
-    def _explained(self, found: Sequence[Finding]) -> tuple[Finding, ...]:
-        keep = modules_to_keep(found, self.oversized)
-        return tuple(explain(replace(finding, keep=keep)) for finding in found)
+    def _explained(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+        keep = modules_to_keep(findings, self.oversized)
+        return tuple(explain(replace(finding, keep=keep)) for finding in findings)
 
     @property
     def harmless(self) -> tuple[Finding, ...]:
@@ -138,22 +138,24 @@ class Patient(amp.Observer):
     ) -> None:
         """Replays the latest attempt, and logs what is found."""
         last, grown = self.attempts[-1], record.grown
-        came = call_before_step(replay, record, optimizer, models, optimizers, last.scale or 1.0)
+        replayed = call_before_step(replay, record, optimizer, models, optimizers, last.scale or 1.0)
         self.replays += 1
-        self.oversized += came.oversized
-        self.unknown += [f"step {last.step}: {line}" for line in came.unknown]
-        of_weights = [origin for origin in came.origins if origin.phase == "optimizer" and not origin.call.op]
+        self.oversized += replayed.oversized
+        self.unknown += [f"step {last.step}: {line}" for line in replayed.unknown]
+        of_weights = [
+            origin for origin in replayed.origins if origin.phase == "optimizer" and not origin.call.op
+        ]
         self._is_over |= bool(of_weights)
         if of_weights and not self.latest:  # no step has made them
             for origin in of_weights:
                 origin.phase = "input"
         elif of_weights:
-            came.origins = [origin for origin in came.origins if origin not in of_weights]
+            replayed.origins = [origin for origin in replayed.origins if origin not in of_weights]
             if self.attempts[-2].is_finite:
                 note_eps(of_weights, optimizer)
-                self._note(self.latest - 1, of_weights, came.survives, grown)
+                self._note(self.latest - 1, of_weights, replayed.survives, grown)
             self._blame_weights(self.latest - 1, last.step - 1)
-        self._note(self.latest, came.origins, came.survives, grown)
+        self._note(self.latest, replayed.origins, replayed.survives, grown)
         self._tell(is_end=not last.is_dynamic)  # a static scale searches for nothing
 
     def finish(self, models: Sequence[Module]) -> None:
@@ -434,4 +436,4 @@ def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
 
 
 def alive(references: Iterable[weakref.ref[Object]]) -> list[Object]:
-    return [found for find in references if (found := find()) is not None]
+    return [objects for find in references if (objects := find()) is not None]

@@ -49,14 +49,14 @@ class ScriptError:
         return f"run ended with status {self.status}: {self.text}{at}"
 
 
-def read_error(status: int, said: str) -> ScriptError:
+def read_error(status: int, stderr: str) -> ScriptError:
     """Reads what a process said before it ended."""
-    lines = (said.strip() or "it said nothing").splitlines()
+    lines = (stderr.strip() or "it said nothing").splitlines()
     error = next((line for line in reversed(lines) if re.match(r"[\w.]+Error\b", line)), "")
-    _, _, forward = said.partition("Traceback of forward call")  # by torch, of an error in a backward pass
+    _, _, forward = stderr.partition("Traceback of forward call")  # by torch, of an error in a backward pass
     frames = [
         frame
-        for frame in FRAME.findall(forward.partition("Traceback (most")[0] or said)
+        for frame in FRAME.findall(forward.partition("Traceback (most")[0] or stderr)
         if not frame[0].startswith(OURS)
     ]
     where = f"{frames[-1][0].removeprefix(SHOWN)}:{frames[-1][1]}" if frames else None

@@ -132,14 +132,14 @@ def own_type(lines: Sequence[str], dtype: str, why: str) -> Fix | None:
     changes = retyped(lines[0], dtype)
     places: dict[str, list[str]] = {}  # by what is written there
     for change in changes:
-        found = re.search(
+        match = re.search(
             r"(torch)?\.(bfloat16|float16|half)\b(\(\))?", lines_on_disk(change.file)[change.first - 1]
         )
-        is_method = bool(found and found[3] and not found[1])
-        old = found[2] if found else "half"
+        is_method = bool(match and match[3] and not match[1])
+        old = match[2] if match else "half"
         new = f".{dtype.removesuffix('32')}()" if is_method else f"torch.{dtype}"
-        said = f"write {new} in the place of {'.' * is_method}{old}{'()' * is_method}"
-        places.setdefault(said, []).append(shown(change.where))
+        text = f"write {new} in the place of {'.' * is_method}{old}{'()' * is_method}"
+        places.setdefault(text, []).append(shown(change.where))
     title = ", and ".join(f"{said}, at {' and '.join(at)}" for said, at in places.items()) + why
     return Paste(title, changes, False) if changes else None
 
@@ -195,20 +195,20 @@ def begin_smaller(finding: Finding) -> Fix | None:
     largest = finding.input_largest or 0.0
     if finding.float32_survives or finding.step != 0 or finding.kind != "inf" or largest < 1:
         return None
-    said = (
+    text = (
         "no update has been made yet: make the input or the weights smaller (the largest number is "
         f"{largest:.3g}), as by a normalization before this line"
     )
     is_layer = finding.op in LAYERS and not finding.facts.get("own")
     dim = -1 if finding.op == "linear" else 1
-    return pasted(said, normalized_source(finding.where, finding.module, dim) if is_layer else None)
+    return pasted(text, normalized_source(finding.where, finding.module, dim) if is_layer else None)
 
 
 def subtract_maximum(finding: Finding) -> Fix | None:
     """Has an exponential be of what is at most 0, where a quotient takes it, as in a softmax by hand."""
     _, statement = statement_of(finding.where)
-    found = (getattr(statement, "value", None), *map(dividend_of, ast.walk(statement) if statement else ()))
-    is_apt = any(getattr(getattr(node, "func", None), "attr", "") == finding.op for node in found)
+    nodes = (getattr(statement, "value", None), *map(dividend_of, ast.walk(statement) if statement else ()))
+    is_apt = any(getattr(getattr(node, "func", None), "attr", "") == finding.op for node in nodes)
     return Words("subtract the maximum, as softmax and logsumexp do") if is_apt else None
 
 
@@ -362,18 +362,18 @@ def leave_nothing_out(finding: Finding) -> Fix | None:
 
 def leave_endless_out(finding: Finding) -> Fix:
     """Leaves targets out that no alignment fits, where the loss is called or made."""
-    said, keyword = "give the loss zero_infinity=True", "zero_infinity=True"
+    text, keyword = "give the loss zero_infinity=True", "zero_infinity=True"
     if change := mended(finding.where, "ctc_loss", Mend(keyword=f", {keyword}")):
-        return Paste(said, (change,))
+        return Paste(text, (change,))
     change = constructed(finding.where, "CTCLoss", keyword)
-    return pasted(f"{said} where it is made, at {change.where}" if change else said, change)
+    return pasted(f"{text} where it is made, at {change.where}" if change else text, change)
 
 
 def count_elements(finding: Finding) -> Fix:
     """Divides a sum by how many there are, where a mean is one of nothing."""
     changed = {"name": "sum"} if finding.op == "mean" else {"keyword": ', reduction="sum"'}
-    said = "sum, and divide by the count: x.sum() / max(x.numel(), 1)"
-    return mend("sum, and divide by the count", said, tail=" / max({x}.numel(), 1)", **changed)(finding)
+    text = "sum, and divide by the count: x.sum() / max(x.numel(), 1)"
+    return mend("sum, and divide by the count", text, tail=" / max({x}.numel(), 1)", **changed)(finding)
 
 
 def sum_in_float32(finding: Finding) -> Fix | None:

@@ -20,9 +20,9 @@ def explain(finding: Finding) -> Finding:
     is_of_size = "{limit}" in rule.why and do.SLOWER not in rule.remedies
     first = do.slow_down(finding) if is_of_size else None
     rows = [row for row in rule.remedies if not (first and row is do.lower_rate)]
-    found = [first, *(Words(row.format(**words)) if isinstance(row, str) else row(finding) for row in rows)]
-    found += [] if finding.is_silent else [do.cast_functions(finding)]
-    fixes = dict.fromkeys(fix for fix in found if fix)
+    advice = [first, *(Words(row.format(**words)) if isinstance(row, str) else row(finding) for row in rows)]
+    advice += [] if finding.is_silent else [do.cast_functions(finding)]
+    fixes = dict.fromkeys(fix for fix in advice if fix)
     remedies = tuple(sorted(fixes, key=lambda fix: not fix.is_exact)) or (Words(do.LOOK),)
     why = rule.why.format(**words)
     if lost := finding.facts.get("lost_buffer"):

@@ -87,20 +87,20 @@ def pick_sample(shares: Mapping[int, float], attempts: Sequence[Attempt]) -> int
 
 def compare_gradients(folder: str, attempt: int) -> tuple[list[Finding], str]:
     """Returns the parameters whose gradients underflow, and what is not known."""
-    taken = read_samples(folder)
-    if len(taken) < len(FILES):
+    samples = read_samples(folder)
+    if len(samples) < len(FILES):
         return [], "whether gradients underflow: the step did not come again"
-    half, full = taken
+    half, full = samples
     if not abs(half["loss"] - full["loss"]) <= SAME_LOSS * abs(full["loss"]) + SMALLEST:
         return [], "whether gradients underflow: in float32 the step has another loss"
     if half["is_drawn"] or full["is_drawn"]:
         drawn = "random numbers on a GPU depend on the type, and others than F.dropout draw some"
         return [], f"whether gradients underflow: {drawn}"
     ours, theirs = (
-        {key: tensor.float() for key, tensor in one["tensors"].items() if tensor.numel()} for one in taken
+        {key: tensor.float() for key, tensor in one["tensors"].items() if tensor.numel()} for one in samples
     )
     most = max((grad.abs().max().item() for grad in theirs.values()), default=0.0)
-    found = []
+    faults = []
     for key, grad in theirs.items():
         if key in ours and grad.shape == ours[key].shape:
             numbers = measure(ours[key], grad, half["scale"], most)
@@ -108,8 +108,8 @@ def compare_gradients(folder: str, attempt: int) -> tuple[list[Finding], str]:
                 numbers |= {"init_scale": best_scale(full["largest"])}
                 model, name = key
                 site = (attempt, "backward", model, name.rpartition(".")[0], "backward", half["where"], name)
-                found.append(Finding("underflow", *site, facts=numbers))
-    return found, ""
+                faults.append(Finding("underflow", *site, facts=numbers))
+    return faults, ""
 
 
 def measure(half: Tensor, full: Tensor, scale: float, most: float) -> dict[str, object]:

@@ -122,20 +122,20 @@ class Looks(OperationInstrument):
 
     def after(self, operation: Operation, kept: tuple[Operation | None, Operation | None]) -> None:
         """Looks at what an operation gives."""
-        given = [tensor for tensor in operation.given if tensor.is_floating_point()]
-        if not given:
+        outputs = [tensor for tensor in operation.outputs if tensor.is_floating_point()]
+        if not outputs:
             return
         repeated, shadowed = kept
         if shadowed is not None:
-            shadowed.given = given
+            shadowed.outputs = outputs
             self._follow_shadow(operation, shadowed)
-        self._note_read(operation, given[0])
+        self._note_read(operation, outputs[0])
         if repeated is not None:
-            repeated.given = given
+            repeated.outputs = outputs
             self._follow_twin(operation, repeated)
         for names, look in self._looks:
             if operation.name in names:
-                look(operation, repeated, given[0])
+                look(operation, repeated, outputs[0])
         if self._modules and operation.record.is_half and is_undone(operation.record):
             self._look_at_modules(operation.record)
 
@@ -154,15 +154,15 @@ class Looks(OperationInstrument):
         # A scaler scales the loss, not what was lost: its gradient is none of these zeros.
         if loss is None or (known and is_called_by_scaler()):
             return
-        for tensor, wanted in zip(repeated.given, self._twin.repeat(repeated), strict=False):
+        for tensor, wanted in zip(repeated.outputs, self._twin.repeat(repeated), strict=False):
             if (fault := self._twin.judge(tensor, wanted, loss, is_new=not known)) is not None:
                 self._faults[operation.record.number].append(fault)
 
     def _find_loss(self, operation: Operation, repeated: Operation) -> Finding | None:
         """Asks whether an operation loses something."""
-        if (found := find_loss(repeated)) is None:
+        if (loss := find_loss(repeated)) is None:
             return None
-        kind, largest, dtype = found
+        kind, largest, dtype = loss
         return self._finding(kind, operation, {"input_largest": largest, "dtype": dtype})
 
     def _finding(self, kind: str, operation: Operation, more: dict[str, object], **facts: object) -> Finding:
@@ -206,32 +206,32 @@ class Looks(OperationInstrument):
 
     # ---- Sums and updates ----
 
-    def _look_at_addition(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
+    def _look_at_addition(self, operation: Operation, repeated: Operation | None, result: Tensor) -> None:
         """Looks for what is added in vain to what a script adds up: whole numbers, or a running sum."""
-        if repeated is None or len(repeated.args) < 2 or given.dtype not in HALF_TYPES or not given.numel():
+        if repeated is None or len(repeated.args) < 2 or result.dtype not in HALF_TYPES or not result.numel():
             return
-        is_in_place, device = operation.name == "add_", given.device
+        is_in_place, device = operation.name == "add_", result.device
         into, by = (torch.as_tensor(arg, device=device).detach().float() for arg in repeated.args[:2])
         total = operation.args[0]
         if not is_in_place and by.abs().max() > into.abs().max():
             into, by, total = by, into, operation.args[1]
         by = by * operation.kwargs.get("alpha", 1)
-        lost = (by != 0) & ((plain(given).float() - into - by).abs() >= by.abs() / 2)
+        lost = (by != 0) & ((plain(result).float() - into - by).abs() >= by.abs() / 2)
         if not lost.any() or not (is_in_place or is_running_sum(operation.record.where)):
             return
-        if (into.abs() >= limit_of(given.dtype)).any() and is_whole(into, by):
-            self._count(operation.record, total, given)
-        elif not given.requires_grad and (given.numel() < FEWEST or not is_in_place):
-            self._add_up(operation.record, into, by.where(lost, 0), total, given)
+        if (into.abs() >= limit_of(result.dtype)).any() and is_whole(into, by):
+            self._count(operation.record, total, result)
+        elif not result.requires_grad and (result.numel() < FEWEST or not is_in_place):
+            self._add_up(operation.record, into, by.where(lost, 0), total, result)
 
-    def _count(self, record: Op, total: object, given: Tensor) -> None:
+    def _count(self, record: Op, total: object, result: Tensor) -> None:
         """Counts how often whole numbers were added in vain."""
         self._missed[record.site] += 1
         if self._missed[record.site] == MISSED:
-            dtype, limit = name_of(given.dtype), limit_of(given.dtype)
+            dtype, limit = name_of(result.dtype), limit_of(result.dtype)
             self._notes.add("lost_counts", record, dtype=dtype, limit=limit, **self._buffer_of(total))
 
-    def _add_up(self, record: Op, into: Tensor, lost: Tensor, total: object, given: Tensor) -> None:
+    def _add_up(self, record: Op, into: Tensor, lost: Tensor, total: object, result: Tensor) -> None:
         """Adds up what a sum loses that stays as it is: attempts that nobody looks at lose as much."""
         known = self._totals.get(record.site)
         if known is None or not torch.equal(known.value, into):
@@ -241,7 +241,7 @@ class Looks(OperationInstrument):
         passed = (self.clock.attempt - known.first + 1) / len(known.attempts)
         if known.times >= REPEATED and (known.lost * passed).abs().max() >= WRONG * into.abs().max():
             numbers = {"have": into.abs().max().item(), "added": lost.abs().max().item(), "running": True}
-            numbers |= {"dtype": name_of(given.dtype), **self._buffer_of(total)}
+            numbers |= {"dtype": name_of(result.dtype), **self._buffer_of(total)}
             self._notes.add("lost_sums", record, **numbers)
 
     def _buffer_of(self, tensor: object) -> dict[str, object]:
@@ -251,39 +251,41 @@ class Looks(OperationInstrument):
         name = models.name_of_buffer(tensor) if is_cast and isinstance(tensor, Tensor) else None
         return {} if name is None else {"buffer": name}
 
-    def _look_at_sum(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
+    def _look_at_sum(self, operation: Operation, repeated: Operation | None, result: Tensor) -> None:
         """Compares a sum with that of float32."""
-        wanted = self._twin.repeat(repeated) if repeated and given.dtype in HALF_TYPES else ()
+        wanted = self._twin.repeat(repeated) if repeated and result.dtype in HALF_TYPES else ()
         for record in wanted[:1]:
-            have = plain(given).float()
+            have = plain(result).float()
             into, buffer = plain(repeated.args[0]).float(), self._buffer_of(operation.args[0])
             wrong = torch.isfinite(record) & ((have - record).abs() > WRONG * record.abs())
             if into.shape == record.shape and is_whole(into, record) and (buffer or not wrong.any()):
                 if ((record != into) & ((have - record).abs() >= (record - into).abs() / 2)).any():
-                    self._count(operation.record, operation.args[0], given)
+                    self._count(operation.record, operation.args[0], result)
                 continue
             if wrong.any():
                 worst = int((have - record).abs().where(wrong, 0).argmax())
                 numbers = {"have": have.flatten()[worst].item(), "wanted": record.flatten()[worst].item()}
-                numbers |= {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype), **buffer}
+                numbers |= {"dtype": name_of(result.dtype), "limit": limit_of(result.dtype), **buffer}
                 self._notes.add("lost_sums", operation.record, **numbers)
 
-    def _look_at_running_count(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
+    def _look_at_running_count(
+        self, operation: Operation, repeated: Operation | None, result: Tensor
+    ) -> None:
         """Looks for counts up to each place, as of the tokens of an expert, beyond what half holds."""
-        wanted = self._twin.repeat(repeated) if repeated and given.dtype in HALF_TYPES else ()
+        wanted = self._twin.repeat(repeated) if repeated and result.dtype in HALF_TYPES else ()
         for record in wanted[:1]:
-            if is_whole(record) and (plain(given).float() != record).any():
-                numbers = {"dtype": name_of(given.dtype), "limit": limit_of(given.dtype), "own": True}
+            if is_whole(record) and (plain(result).float() != record).any():
+                numbers = {"dtype": name_of(result.dtype), "limit": limit_of(result.dtype), "own": True}
                 self._add("lost_counts", operation.record, **numbers)
 
-    def _look_at_product(self, operation: Operation, _: object, given: Tensor) -> None:
+    def _look_at_product(self, operation: Operation, _: object, result: Tensor) -> None:
         """Notes a sum in float16 that comes near to what that holds."""
-        is_due = given.dtype is torch.float16 and given.numel() and operation.floating
-        largest = given.detach().abs().max().item() if is_due else math.inf
+        is_due = result.dtype is torch.float16 and result.numel() and operation.floating
+        largest = result.detach().abs().max().item() if is_due else math.inf
         if math.isfinite(largest) and largest * HEADROOM > torch.finfo(torch.float16).max:
-            operation.record.facts["sum"] = {"length": length_of(operation, given), "largest": largest}
+            operation.record.facts["sum"] = {"length": length_of(operation, result), "largest": largest}
 
-    def _look_at_quotient(self, operation: Operation, _: object, given: Tensor) -> None:
+    def _look_at_quotient(self, operation: Operation, _: object, result: Tensor) -> None:
         """Looks for sums that are divided by their length, when it may be too late."""
         number = operation.args[1] if len(operation.args) > 1 else None
         if isinstance(number, Tensor):
@@ -299,46 +301,48 @@ class Looks(OperationInstrument):
 
     # ---- Whole numbers, probabilities, angles ----
 
-    def _look_at_cast(self, operation: Operation, _: object, given: Tensor) -> None:
+    def _look_at_cast(self, operation: Operation, _: object, result: Tensor) -> None:
         """Notes a cast to float32, and whole numbers of which a cast makes fewer, in a column of a table."""
         record = operation.record
-        if record.taken[:1] and record.taken[0] in HALF and record.dtype == "float32":
+        if record.inputs[:1] and record.inputs[0] in HALF and record.dtype == "float32":
             record.facts["widens"] = is_called_by_user()
         if (
-            given.dtype not in HALF_TYPES
-            or given.numel() < FEWEST
+            result.dtype not in HALF_TYPES
+            or result.numel() < FEWEST
             or not isinstance(operation.args[0], Tensor)
         ):
             return
-        limit = limit_of(given.dtype)
-        taken, cast = plain(operation.args[0]).double(), plain(given)
-        is_table = taken.dim() > 1 and taken.shape[-1] <= MOST_COLUMNS
-        columns = taken.flatten(0, -2) if is_table else taken.reshape(-1, 1)
+        limit = limit_of(result.dtype)
+        source, cast = plain(operation.args[0]).double(), plain(result)
+        is_table = source.dim() > 1 and source.shape[-1] <= MOST_COLUMNS
+        columns = source.flatten(0, -2) if is_table else source.reshape(-1, 1)
         is_whole = (columns.abs().amax(0) > limit) & (columns == columns.round()).all(0)
         for index in is_whole.nonzero().flatten().tolist():
             before = len(columns[:, index].unique())
             after = len(cast.reshape(columns.shape)[:, index].unique())
             if after < FEWER * before:
                 numbers = {"before": before, "after": after, "limit": limit, "given": is_called_by_ampatch()}
-                numbers |= {"dtype": name_of(given.dtype), **self._buffer_of(operation.args[0])}
+                numbers |= {"dtype": name_of(result.dtype), **self._buffer_of(operation.args[0])}
                 self._add("collapsed", record, **numbers)
                 return
 
-    def _look_at_probabilities(self, operation: Operation, repeated: Operation | None, given: Tensor) -> None:
+    def _look_at_probabilities(
+        self, operation: Operation, repeated: Operation | None, result: Tensor
+    ) -> None:
         """Counts those that are 1 in half alone: their derivative is 0."""
-        if given.dtype in HALF_TYPES and given.requires_grad and repeated is not None:
+        if result.dtype in HALF_TYPES and result.requires_grad and repeated is not None:
             for wanted in self._twin.repeat(repeated):
-                share = ((plain(given).abs() == 1) & (wanted.abs() < 1)).float().mean().item()
+                share = ((plain(result).abs() == 1) & (wanted.abs() < 1)).float().mean().item()
                 if share >= MANY:
-                    self._add("saturated", operation.record, name_of(given.dtype), share=share)
+                    self._add("saturated", operation.record, name_of(result.dtype), share=share)
 
-    def _look_at_angles(self, operation: Operation, _: object, given: Tensor) -> None:
+    def _look_at_angles(self, operation: Operation, _: object, result: Tensor) -> None:
         """Looks for angles that half rounds by more than 1, here or in what they are computed of."""
         record = operation.record
         rounded = [
             record
             for record in self.tape.before(record.parents, ANGULAR)
-            if record.op in ANGULAR and half_in(record) and "float32" in (record.dtype, *record.taken)
+            if record.op in ANGULAR and half_in(record) and "float32" in (record.dtype, *record.inputs)
         ]
         first = min(rounded, key=lambda record: record.number, default=record)
         if half := half_in(first):
@@ -349,7 +353,7 @@ class Looks(OperationInstrument):
             if 1 <= error < math.inf:
                 self._add("coarse_angles", first, largest=largest, error=error, dtype=half)
 
-    def _look_at_float8(self, operation: Operation, _: object, given: Tensor) -> None:
+    def _look_at_float8(self, operation: Operation, _: object, result: Tensor) -> None:
         """Counts what float8 rounds to 0, which is below 2**-10 where the largest number is made 448."""
         by_row = operation.args[4].cast_config_input.scaling_granularity.name == "AXISWISE"
         for what, tensor in zip(("input", "weight"), operation.args[:2], strict=True):
@@ -363,13 +367,13 @@ class Looks(OperationInstrument):
 
     # ---- Gradients that are measured while they are multiplied by the loss scale ----
 
-    def _note_read(self, operation: Operation, given: Tensor) -> None:
+    def _note_read(self, operation: Operation, result: Tensor) -> None:
         owner = getattr(operation.func, "__self__", None)
         if operation.name == "" and getattr(owner, "__name__", "") == "grad":
             operation.record.facts["read"] = len(self._read)
-            self._read.append((operation.floating[0], given))
+            self._read.append((operation.floating[0], result))
 
-    def _look_at_measure(self, operation: Operation, _: object, given: Tensor) -> None:
+    def _look_at_measure(self, operation: Operation, _: object, result: Tensor) -> None:
         """Notes what measures a gradient."""
         before = self.tape.before(operation.record.parents, VIEWS) if self._read else ()
         read = [self._read[record.facts["read"]][0] for record in before if "read" in record.facts]
@@ -423,12 +427,12 @@ def undone_casts(records: Collection[Op]) -> list[tuple[Op, str]]:
 
 def is_undone(record: Op) -> bool:
     """Says whether an operation that gives half takes float32 alone, or is a cast that ampatch makes."""
-    return record.is_ours if record.op in CASTS else {*record.taken} == {"float32"}
+    return record.is_ours if record.op in CASTS else {*record.inputs} == {"float32"}
 
 
 def half_in(record: Op) -> str:
     """Returns the half type among what an operation takes and gives, "" where there is none."""
-    return next((dtype for dtype in (*record.taken, *record.given) if dtype in HALF), "")
+    return next((dtype for dtype in (*record.inputs, *record.outputs) if dtype in HALF), "")
 
 
 def limit_of(dtype: torch.dtype) -> int:
@@ -440,10 +444,10 @@ def is_whole(*tensors: Tensor) -> bool:
     return all(bool((tensor == tensor.round()).all()) for tensor in tensors)
 
 
-def length_of(operation: Operation, given: Tensor) -> int:
+def length_of(operation: Operation, result: Tensor) -> int:
     """Returns how many numbers each of a result is the sum of; 0 if that is not known."""
     if operation.name == "sum":
-        return operation.floating[0].numel() // max(given.numel(), 1)
+        return operation.floating[0].numel() // max(result.numel(), 1)
     if operation.name != "einsum":
         return operation.floating[-2].shape[-1] if len(operation.floating) > 1 else 0
     equation = str(operation.args[0]).replace(" ", "")

@@ -59,7 +59,7 @@ class Notes:
 
 
 def examine_silent(
-    found: Sequence[Finding],
+    noticed: Sequence[Finding],
     attempts: Sequence[Attempt],
     findings: Sequence[Finding],
     is_raised: bool = False,
@@ -73,7 +73,7 @@ def examine_silent(
     loud = {finding.where for finding in findings}
     at_steps = [
         replace(fault, step=attempts[fault.step].step) if fault.step in range(len(attempts)) else fault
-        for fault in found
+        for fault in noticed
     ]
     merged = merge_steps(sorted(at_steps, key=lambda finding: -1 if finding.step is None else finding.step))
     kinds = {fault.kind for fault in merged}

@@ -33,7 +33,7 @@ class Rounding:
         """Runs an operation in float32; returns how far it is off in half, and times that of what it took."""
         before = max((self._errors.get(tensor, 0.0) for tensor in operation.floating), default=0.0)
         worst = 0.0
-        for tensor, wanted in zip(repeated.given, self._twin.repeat(repeated), strict=False):
+        for tensor, wanted in zip(repeated.outputs, self._twin.repeat(repeated), strict=False):
             if tensor.shape != wanted.shape or tensor.layout is not torch.strided:
                 continue
             self._twin.hold(tensor, wanted)

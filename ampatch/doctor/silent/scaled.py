@@ -177,11 +177,11 @@ class Scaled(Instrument, amp.Observer):
         """Notes a step of old gradients, or of none, as of parameters that the model has no more."""
         where = user_line()
         self._stepped_at = where if is_in_autocast() else None
-        found, now = self._of(optimizer), self.clock.attempt
-        self._empty = 0 if found or not self.clock.changed else self._empty + 1
-        if found and all(known.is_old for _, known in found):
+        grads, now = self._of(optimizer), self.clock.attempt
+        self._empty = 0 if grads or not self.clock.changed else self._empty + 1
+        if grads and all(known.is_old for _, known in grads):
             self._tell("not_zeroed", "step", where)
-        elif found and all(known.stepped == parameter.grad._version for parameter, known in found):
+        elif grads and all(known.stepped == parameter.grad._version for parameter, known in grads):
             self._tell("stepped_twice", "step", where, attempt=max(now - 1, 0))
         elif self._empty == MOST_EMPTY:
             self._tell("no_gradients", "step", where, attempt=now + 1 - MOST_EMPTY)
@@ -218,10 +218,10 @@ class Scaled(Instrument, amp.Observer):
             self._note_renewed(scaler)
             self._has_scaler = True
             self._waiting, self._waits_at = self._waiting + 1, user_line()
-            found = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
+            losses = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
             self._losses += [
                 LossOfScaler(scaler, loss.grad_fn, user_line(), self.clock.attempt, is_finite(loss))
-                for loss in found
+                for loss in losses
             ]
         return scaled
 
@@ -235,10 +235,10 @@ class Scaled(Instrument, amp.Observer):
         if not scaler.is_enabled():
             return
         self._tell_raw(optimizer)
-        found = self._of(optimizer)
-        if any(known.was_unscaled for _, known in found):
+        grads = self._of(optimizer)
+        if any(known.was_unscaled for _, known in grads):
             self._tell("unscaled_twice", "unscale_", user_line(), scale=scaler.get_scale())
-        for parameter, _ in found:
+        for parameter, _ in grads:
             self._gradients[parameter.grad] = Gradient(was_unscaled=True)
 
     def _get_scale(self, get_scale: Callable[..., float], scaler: GradScaler) -> float:
@@ -253,12 +253,12 @@ class Scaled(Instrument, amp.Observer):
     def _clip(self, clip: Callable[..., object], *args: object, **kwargs: object) -> object:
         bound = inspect.signature(clip).bind(*args, **kwargs).arguments
         parameters, limit = bound.pop("parameters"), bound.get("max_norm", bound.get("clip_value"))
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        scale = None if self.was_asked else self.scale_of(given)
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        scale = None if self.was_asked else self.scale_of(params)
         if scale is not None:
             kind = "clipped_while_scaled" if limit < float("inf") else "not_unscaled"
             self._tell(kind, clip.__name__, user_line(), limit=float(limit), scale=scale)
-        return clip(parameters=given, **bound)
+        return clip(parameters=params, **bound)
 
     def _grad(self, grad: Callable[..., object], outputs: object, *args, **kwargs) -> object:
         self._backwards += 1
@@ -307,10 +307,10 @@ class Scaled(Instrument, amp.Observer):
         """Marks and returns the scaled losses that a backward from these reaches, new ones if there are."""
         known = {id(loss.node): loss for loss in self._losses}
         reached = [known[id(node)] for node in nodes_of(roots) if id(node) in known] if known else []
-        found = [loss for loss in reached if not loss.was_used] or reached
-        for loss in found:
+        losses = [loss for loss in reached if not loss.was_used] or reached
+        for loss in losses:
             loss.was_used = True
-        return found
+        return losses
 
     def _tell(self, kind: str, op: str, where: str | None, phase: str = "optimizer", **numbers) -> None:
         self._notes.add(kind, Op(op, phase, None, where), **numbers)

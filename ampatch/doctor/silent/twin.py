@@ -63,7 +63,7 @@ class Twin:
             return copied
 
         args, kwargs = tree_map(copy, operation.args), tree_map(copy, operation.kwargs)
-        return replace(operation, args=args, kwargs=kwargs, taken=floating_in((args, kwargs)))
+        return replace(operation, args=args, kwargs=kwargs, inputs=floating_in((args, kwargs)))
 
     def repeat(self, operation: Operation) -> list[Tensor]:
         """Runs an operation in float32, on twins where there are some; returns nothing if it cannot."""
@@ -120,7 +120,7 @@ def find_loss(operation: Operation) -> tuple[str, float, str] | None:
 
     Returns the kind, the largest number that it takes, and the type.
     """
-    for tensor in operation.given:
+    for tensor in operation.outputs:
         if tensor.dtype not in HALF_TYPES or tensor.layout is not torch.strided or not tensor.numel():
             continue
         kind = "zeros"

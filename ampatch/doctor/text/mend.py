@@ -55,9 +55,9 @@ def edits_in(source: Source, statement: ast.stmt, op: str, mend: Mend) -> list[E
 
 def likeness_of(source: Source, statement: ast.stmt, op: str) -> set[str]:
     """Returns what statements share that are mended alike: how they are built, what an operation takes."""
-    found = (operand_of(source, node, op.rstrip("_"))[0] for node in ast.walk(statement))
+    operands = (operand_of(source, node, op.rstrip("_"))[0] for node in ast.walk(statement))
     shape = re.sub(r"(id|arg|value)=('\w*'|[\d.]+)", "", ast.dump(statement))
-    return {shape, *(node.id for node in found if isinstance(node, ast.Name))}
+    return {shape, *(node.id for node in operands if isinstance(node, ast.Name))}
 
 
 def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edit]:
@@ -294,8 +294,8 @@ def log_edits(source: Source, statement: ast.stmt, values: Values) -> list[Edit]
     """Returns the edits that make each logarithm of a statement one function with what it is of."""
     edits: list[Edit] = []
     for node in ast.walk(statement):
-        taken, more = operand_of(source, node, "log")[0], operand_of(source, node, "log1p")[0]
-        new = log_of(source, taken, values) if taken else ""
+        argument, more = operand_of(source, node, "log")[0], operand_of(source, node, "log1p")[0]
+        new = log_of(source, argument, values) if argument else ""
         new = new or (call_of(source, resolve(more, values), "exp", "softplus") if more else "")
         edits += [(source.begin(node), new, source.end(node) - source.begin(node))] if new else []
     return edits
@@ -347,16 +347,16 @@ def names_in_all(read: ast.AST) -> list[str]:
     return [node.id for node in ast.walk(read) if isinstance(node, ast.Name)]
 
 
-def resolve(taken: ast.expr, values: Values) -> ast.expr:
+def resolve(value: ast.expr, values: Values) -> ast.expr:
     """Returns what a name holds, and any other expression as it is."""
-    while isinstance(taken, ast.Name) and taken.id in values:
-        taken = values[taken.id]
-    return taken
+    while isinstance(value, ast.Name) and value.id in values:
+        value = values[value.id]
+    return value
 
 
-def log_of(source: Source, taken: ast.expr, values: Values) -> str:
+def log_of(source: Source, argument: ast.expr, values: Values) -> str:
     """Returns the function that is the logarithm of an expression; "" where torch has none."""
-    match resolve(taken, values):
+    match resolve(argument, values):
         case ast.BinOp(ast.Constant(1), ast.Add(), other) | ast.BinOp(other, ast.Add(), ast.Constant(1)):
             return call_of(source, resolve(other, values), "exp", "softplus")
         case ast.BinOp(ast.Constant(1), ast.Sub(), other):

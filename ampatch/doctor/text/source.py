@@ -84,8 +84,8 @@ class Source:
 
     def statements_at(self, line: int, kinds: tuple[type[ast.stmt], ...] = SIMPLE) -> list[ast.stmt]:
         """Returns the innermost statements of these kinds at a line: several may stand on one."""
-        found = (node for node in ast.walk(self.tree) if isinstance(node, kinds))
-        within = [node for node in found if node.lineno <= line <= (node.end_lineno or line)]
+        nodes = (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+        within = [node for node in nodes if node.lineno <= line <= (node.end_lineno or line)]
         latest = max((node.lineno for node in within), default=0)
         return [node for node in within if node.lineno == latest]
 
@@ -95,19 +95,19 @@ class Source:
 
     def statement_of(self, code: CodeType, instruction: int, line: int) -> ast.stmt | None:
         """Returns the statement at a line that an instruction belongs to, as Python 3.11 and later tell."""
-        found = self.statements_at(line)
-        if len(found) > 1 and hasattr(code, "co_positions"):
+        statements = self.statements_at(line)
+        if len(statements) > 1 and hasattr(code, "co_positions"):
             place = list(code.co_positions())[instruction // 2]
             here = (place[0] or line, place[2] or 0)
-            within = [node for node in found if (node.lineno, node.col_offset) <= here]
-            return within[-1] if within else found[0]
-        return next(iter(found), None)
+            within = [node for node in statements if (node.lineno, node.col_offset) <= here]
+            return within[-1] if within else statements[0]
+        return next(iter(statements), None)
 
     def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
         """Returns the statements in a row of which it is one."""
         blocks = (getattr(node, name, ()) for node in ast.walk(self.tree) for name in ("body", "orelse"))
-        found = (block for block in blocks if isinstance(block, list) and statement in block)
-        return next(found, [statement])
+        holding = (block for block in blocks if isinstance(block, list) and statement in block)
+        return next(holding, [statement])
 
     def line(self, number: int) -> str:
         return self.text.decode().split("\n")[number - 1].strip()
@@ -199,5 +199,5 @@ def is_running_sum(where: str | None) -> bool:
 
 def statement_of(where: str | None) -> tuple[Source, ast.stmt | None]:
     """Returns the file of "file:line", and the first statement there, None where there is none."""
-    source, found = statements_of(where)
-    return source, next(found, None)
+    source, statements = statements_of(where)
+    return source, next(statements, None)

@@ -323,15 +323,15 @@ def summarize(settings: Settings, environment: Environment, runs: Sequence[Run])
         done = baseline if name == BASELINE else finished(own)
         # The yardstick is not measured by itself.
         moved = () if name.split()[:1] == [AUTOCAST] else yardstick
-        found = distances(done, baseline, moved)
-        verdict = judge(name, own, baseline, *found)
+        measured = distances(done, baseline, moved)
+        verdict = judge(name, own, baseline, *measured)
         timed = select_alike([run for run in own if not run.failed], baseline)
-        levels.append(make_level(name, own, timed, found, verdict))
+        levels.append(make_level(name, own, timed, measured, verdict))
     rows = add_ratios(levels)
     return Sweep(settings, environment, tuple(runs), rows, advise(settings, environment, ordered, rows))
 
 
-def make_level(name: str, own: Sequence[Run], alike: tuple, found: tuple, verdict: tuple) -> Level:
+def make_level(name: str, own: Sequence[Run], alike: tuple, distances: tuple, verdict: tuple) -> Level:
     """Sums up the runs of a level; without what compares it with the speed and memory of O0."""
     runs, disturbed = alike
     scales = [run.loss_scale for run in runs if run.loss_scale is not None]
@@ -344,8 +344,8 @@ def make_level(name: str, own: Sequence[Run], alike: tuple, found: tuple, verdic
         verdict=verdict[0],
         reason=verdict[1],
         note=f"went on from {resumed!r}, which was there before the sweep, and wrote it" if resumed else "",
-        loss=found[0],
-        metrics=found[1],
+        loss=distances[0],
+        metrics=distances[1],
         **pooled_times(runs),
         speed=None,
         peak_mib=median_of(runs, "peak_mib"),
