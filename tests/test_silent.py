@@ -98,9 +98,14 @@ def watch(text):
     return examine_silent(found, attempts, ()), error
 
 
-def lines_of(text):
-    """The lines that are marked as faults."""
-    return [f"train.py:{n}" for n, line in enumerate(text.splitlines(), 1) if "# FAULT" in line]
+def marked(text):
+    """The kinds and lines of the faults in a script, which are marked there."""
+    lines = enumerate(text.splitlines(), 1)
+    return [(kind, f"train.py:{n}") for n, line in lines for kind in re.findall(r"#: (\w+)", line)]
+
+
+def unmarked(text):
+    return re.sub(r"  #: \w+", "", text)
 
 
 NORM = """
@@ -145,17 +150,20 @@ optimizer.load_state_dict(state)
 )
 PENALTY = """
 x.requires_grad_()
-g = torch.autograd.grad(scaler.scale(model(x).float().sum()), x, create_graph=True)[0]  # FAULT
+g = torch.autograd.grad(scaler.scale(model(x).float().sum()), x, create_graph=True)[0]  #: scaled_penalty
 loss = loss + ({}).pow(2).mean()
 """
 LOST = "lost_updates"
 PLAIN = """
 for step in range(4):
-    loss = model(torch.randn(4, 8).bfloat16()).float().pow(2).mean()
+    loss = model(torch.randn(4, 8)).pow(2).mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 """
+IN_HALF = (HEAD + PLAIN.replace("8)).pow", "8).bfloat16()).float().pow")).replace(
+    "optimizer =", "model = model.bfloat16()\noptimizer ="
+)
 CLOSURE = """
 for step in range(4):
     x = torch.randn(4, 8)
@@ -174,7 +182,7 @@ with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.randn(4, 8)).float().pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # FAULT
+        optimizer.step()  #: stale_weights
 """
 )
 SECOND = HEAD + "other = torch.amp.GradScaler('cpu')\n"
@@ -194,7 +202,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 def attention(line, size):
-    return HEAD + ATTENTION.format(line=line, size=size)
+    return native(STEP, HEAD + ATTENTION.format(line=line, size=size))
 
 
 def forward(line):
@@ -213,192 +221,124 @@ def forward(line):
     )
 
 
-RMS = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)  # FAULT"
+def in_forward(line):
+    return native(STEP, forward(line))
+
+
+def in_norm(lines, bias=3000.0):
+    return native(STEP, norm(lines, bias))
+
+
+RMS = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)  #: zeros"
 RMS_LINES = """
-variance = (x * x).mean(-1, keepdim=True)  # FAULT
+variance = (x * x).mean(-1, keepdim=True)  #: zeros
 return x * torch.rsqrt(variance + 1e-6)
 """
 FAULTS = {
-    # An overflow that vanishes.
-    "norm in lines": ("zeros", native(STEP, norm(RMS_LINES))),
-    "norm at O1": ("zeros", ours(BLOCK, "O1", norm(RMS_LINES))),
-    "norm at O2": ("zeros", ours(BLOCK, "O2", norm(RMS_LINES))),
-    "a quotient": ("zeros", native(STEP, norm("return x / (x * x).sum(-1, keepdim=True).sqrt()  # FAULT"))),
-    "norm and dropout": (
-        "zeros",
-        native(
-            STEP, norm("x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))  # FAULT\nreturn F.dropout(x)")
-        ),
+    "norm in lines": in_norm(RMS_LINES),
+    "norm at O1": ours(BLOCK, "O1", norm(RMS_LINES)),
+    "norm at O2": ours(BLOCK, "O2", norm(RMS_LINES)),
+    "a quotient": in_norm("return x / (x * x).sum(-1, keepdim=True).sqrt()  #: zeros"),
+    "norm and dropout": in_norm(
+        "x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))  #: zeros\nreturn F.dropout(x)"
     ),
-    "in place": (
-        "zeros",
-        native(STEP, norm("n = (x * x).mean(-1, keepdim=True)  # FAULT\nreturn x * n.add_(1e-6).rsqrt_()")),
+    "in place": in_norm("n = (x * x).mean(-1, keepdim=True)  #: zeros\nreturn x * n.add_(1e-6).rsqrt_()"),
+    "inside of a function": in_norm("return F.normalize(x, eps=1e-6)  #: zeros", 30000.0),
+    "squares of zero": in_norm(
+        "x = x - 1e-4\nreturn x + ((x - x + 1e-4) ** 2).sum(-1, keepdim=True).sqrt() * 100  #: underflow",
+        1.0,
     ),
-    "inside of a function": (
-        "zeros",
-        native(STEP, norm("return F.normalize(x, eps=1e-6)  # FAULT", 30000.0)),
+    "clip": native(f"{STEP}\n{CLIP}  #: clipped_while_scaled"),
+    "clip by value": native(
+        f"{STEP}\nnn.utils.clip_grad_value_(parameters=model.parameters(), clip_value=0.5)"
+        "  #: clipped_while_scaled"
     ),
-    "squares of zero": (
-        "underflow",
-        native(
-            STEP,
-            norm(
-                "x = x - 1e-4\nreturn x + ((x - x + 1e-4) ** 2).sum(-1, keepdim=True).sqrt() * 100  # FAULT",
-                1.0,
-            ),
-        ),
+    "clip in a block": ours(
+        BLOCK + "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  #: clipped_while_scaled"
     ),
-    # Scales.
-    "clip": ("clipped_while_scaled", native(f"{STEP}\n{CLIP}  # FAULT")),
-    "clip by value": (
-        "clipped_while_scaled",
-        native(f"{STEP}\nnn.utils.clip_grad_value_(parameters=model.parameters(), clip_value=0.5)  # FAULT"),
+    "clip in a block at O2": ours(
+        BLOCK + "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  #: clipped_while_scaled",
+        "O2",
     ),
-    "clip in a block": (
-        "clipped_while_scaled",
-        ours(BLOCK + "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # FAULT"),
+    "the norm of scaled gradients": native(
+        f"{STEP}\nnorms = [p.grad.data.norm(2) for p in model.parameters()]  #: not_unscaled"
     ),
-    "clip in a block at O2": (
-        "clipped_while_scaled",
-        ours(BLOCK + "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # FAULT", "O2"),
+    "clamped by hand": native(
+        f"{STEP}\nfor p in model.parameters():\n    p.grad.clamp_(-1, 1)  #: not_unscaled"
     ),
-    "the norm of scaled gradients": (
-        "not_unscaled",
-        native(f"{STEP}\nnorms = [p.grad.data.norm(2) for p in model.parameters()]  # FAULT"),
+    "a step without the scaler": native(f"{STEP}\noptimizer.step()  #: not_unscaled\ncontinue"),
+    "unscaled twice": native(
+        f"{STEP}\nscaler.unscale_(optimizer)\nscaler.unscale_(optimizer)  #: unscaled_twice"
     ),
-    "clamped by hand": (
-        "not_unscaled",
-        native(f"{STEP}\nfor p in model.parameters():\n    p.grad.clamp_(-1, 1)  # FAULT"),
+    "unscaled twice, caught": native(
+        f"{STEP}\nscaler.unscale_(optimizer)\n"
+        "try:\n    scaler.unscale_(optimizer)  #: unscaled_twice\nexcept RuntimeError: pass"
     ),
-    "a step without the scaler": (
-        "not_unscaled",
-        native(f"{STEP}\noptimizer.step()  # FAULT\ncontinue"),
+    "unscaled by a second scaler": native(
+        f"other.scale(loss.detach())\n{STEP}\nscaler.unscale_(optimizer)\n"
+        "other.unscale_(optimizer)  #: unscaled_twice",
+        SECOND,
     ),
-    "unscaled twice": (
-        "unscaled_twice",
-        native(f"{STEP}\nscaler.unscale_(optimizer)\nscaler.unscale_(optimizer)  # FAULT"),
+    "unscaled at each micro-step": native(
+        f"{STEP}\nscaler.unscale_(optimizer)\nscaler.update()\n"
+        "scaler.scale(F.cross_entropy(model(x), y)).backward()\nscaler.unscale_(optimizer)  #: unscaled_twice"
     ),
-    "unscaled twice, caught": (
-        "unscaled_twice",
-        native(
-            f"{STEP}\nscaler.unscale_(optimizer)\n"
-            "try:\n    scaler.unscale_(optimizer)  # FAULT\nexcept RuntimeError: pass"
-        ),
+    "a loss without a scale": native(
+        f"{STEP}\nF.cross_entropy(model(x), y).backward()  #: unscaled_backward"
     ),
-    "unscaled by a second scaler": (
-        "unscaled_twice",
-        native(
-            f"other.scale(loss.detach())\n{STEP}\nscaler.unscale_(optimizer)\n"
-            "other.unscale_(optimizer)  # FAULT",
-            SECOND,
-        ),
+    "the loss itself": ours(
+        "with amp.scale_loss(loss, optimizer):\n    loss.backward()  #: unscaled_backward"
     ),
-    "unscaled at each micro-step": (
-        "unscaled_twice",
-        native(
-            f"{STEP}\nscaler.unscale_(optimizer)\nscaler.update()\n"
-            "scaler.scale(F.cross_entropy(model(x), y)).backward()\nscaler.unscale_(optimizer)  # FAULT"
-        ),
+    "never backpropagated": native(
+        f"extra = scaler.scale(model(x).pow(2).mean())  #: scaled_not_backpropagated\n{STEP}"
     ),
-    "a loss without a scale": (
-        "unscaled_backward",
-        native(f"{STEP}\nF.cross_entropy(model(x), y).backward()  # FAULT"),
+    "a block without a backward": ours(
+        BLOCK
+        + "with amp.scale_loss(model(x).mean(), optimizer) as more:  #: scaled_not_backpropagated\n    pass"
     ),
-    "the loss itself": (
-        "unscaled_backward",
-        ours("with amp.scale_loss(loss, optimizer):\n    loss.backward()  # FAULT"),
+    "a step that never comes": native(f"{STEP}  #: never_stepped\ncontinue"),
+    "a backward after its block": ours(
+        "with amp.scale_loss(loss, optimizer) as scaled:\n    pass\nscaled.backward()  #: late_backward"
     ),
-    "never backpropagated": (
-        "scaled_not_backpropagated",
-        native(f"extra = scaler.scale(model(x).pow(2).mean())  # FAULT\n{STEP}"),
+    "a part in half": ours("model[2].half()  #: half_after_initialize\n" + BLOCK, "O4"),
+    "an average": ours(BLOCK + AVERAGE.format("it.lerp_(p, 1e-4)  #: lost_updates"), "O5"),
+    "an average in two steps": ours(
+        BLOCK + AVERAGE.format("it.mul_(0.99999).add_(p, alpha=1e-5)  #: lost_updates"), "O3"
     ),
-    "a step that never comes": ("never_stepped", native(f"{STEP}  # FAULT\ncontinue")),
-    "a block without a backward": (
-        "scaled_not_backpropagated",
-        ours(BLOCK + "with amp.scale_loss(model(x).mean(), optimizer) as more:  # FAULT\n    pass"),
+    "an average that is subtracted from": ours(
+        BLOCK + AVERAGE.format("it.sub_((it - p) * 1e-4)  #: lost_updates"), "O5"
     ),
-    "a backward after its block": (
-        "late_backward",
-        ours("with amp.scale_loss(loss, optimizer) as scaled:\n    pass\nscaled.backward()  # FAULT"),
+    "steps that are lost": IN_HALF.replace("lr=0.01", "lr=1e-5").replace("step()", "step()  #: lost_updates"),
+    "gradients that nothing zeroes": HEAD
+    + PLAIN.replace("    optimizer.zero_grad()\n", "").replace("step()", "step()  #: not_zeroed"),
+    "an optimizer of layers that are gone": HEAD
+    + "model[2] = nn.Linear(8, 3)\nmodel[0] = nn.Linear(8, 8)\n"
+    + PLAIN.replace("step()", "step()  #: no_gradients"),
+    "a step after that of the scaler": native(
+        f"{STEP}\nscaler.step(optimizer)\noptimizer.step()  #: stepped_twice\nscaler.update()\ncontinue"
     ),
-    "a part in half": ("half_after_initialize", ours("model[2].half()  # FAULT\n" + BLOCK, "O4")),
-    # Averages and states.
-    "an average": ("lost_updates", ours(BLOCK + AVERAGE.format("it.lerp_(p, 1e-4)  # FAULT"), "O5")),
-    "an average in two steps": (
-        "lost_updates",
-        ours(BLOCK + AVERAGE.format("it.mul_(0.99999).add_(p, alpha=1e-5)  # FAULT"), "O3"),
+    "a scaler for each step": native(f'scaler = torch.amp.GradScaler("cpu")  #: renewed_scaler\n{STEP}'),
+    "a loop inside of autocast": INSIDE,
+    "positions in half": in_forward("h = h + (torch.arange(32) + 5000).half()[:8]  #: collapsed"),
+    "angles of times in half": in_forward(
+        "h = h + ((torch.rand(8) * 9000).half() / torch.tensor([2.0])).sin()  #: coarse_angles"
     ),
-    "an average that is subtracted from": (
-        "lost_updates",
-        ours(BLOCK + AVERAGE.format("it.sub_((it - p) * 1e-4)  # FAULT"), "O5"),
+    "angles in half": in_forward(
+        "h = h + torch.cos(torch.linspace(0, 9000, 8, dtype=torch.half))  #: coarse_angles"
     ),
-    "steps that are lost": (
-        "lost_updates",
-        HEAD.replace("lr=0.01", "lr=1e-5").replace("optimizer =", "model = model.bfloat16()\noptimizer =")
-        + PLAIN.replace("optimizer.step()", "optimizer.step()  # FAULT"),
+    "a penalty of scaled gradients": native(PENALTY.format("g") + STEP),
+    "a checkpoint in half": STATE.replace(".float()", ".half()").replace(
+        "(state)\n", "(state)  #: lost_state\n"
     ),
-    "gradients that nothing zeroes": (
-        "not_zeroed",
-        HEAD
-        + PLAIN.replace(".bfloat16()", "")
-        .replace("    optimizer.zero_grad()\n", "")
-        .replace("step()", "step()  # FAULT"),
+    "a cast that is undone": in_forward("h = h.float()  #: float32_under_autocast"),
+    "casts of both factors": in_forward(
+        "h = h @ (h.float().t() @ h.float()) * 1e-2  #: float32_under_autocast"
     ),
-    "an optimizer of layers that are gone": (
-        "no_gradients",
-        HEAD
-        + "model[2] = nn.Linear(8, 3)\nmodel[0] = nn.Linear(8, 8)\n"
-        + PLAIN.replace(".bfloat16()", "").replace("step()", "step()  # FAULT"),
-    ),
-    "a step after that of the scaler": (
-        "stepped_twice",
-        native(f"{STEP}\nscaler.step(optimizer)\noptimizer.step()  # FAULT\nscaler.update()\ncontinue"),
-    ),
-    "a scaler for each step": (
-        "renewed_scaler",
-        native(f'scaler = torch.amp.GradScaler("cpu")  # FAULT\n{STEP}'),
-    ),
-    "a loop inside of autocast": ("stale_weights", INSIDE),
-    "positions in half": (
-        "collapsed",
-        native(STEP, forward("h = h + (torch.arange(32) + 5000).half()[:8]  # FAULT")),
-    ),
-    "angles of times in half": (
-        "coarse_angles",
-        native(STEP, forward("h = h + ((torch.rand(8) * 9000).half() / torch.tensor([2.0])).sin()  # FAULT")),
-    ),
-    "angles in half": (
-        "coarse_angles",
-        native(STEP, forward("h = h + torch.cos(torch.linspace(0, 9000, 8, dtype=torch.half))  # FAULT")),
-    ),
-    "a penalty of scaled gradients": ("scaled_penalty", native(PENALTY.format("g") + STEP)),
-    "a checkpoint in half": (
-        "lost_state",
-        STATE.replace(".float()", ".half()").replace("(state)\n", "(state)  # FAULT\n"),
-    ),
-    # Casts and sums.
-    "a cast that is undone": ("float32_under_autocast", native(STEP, forward("h = h.float()  # FAULT"))),
-    "casts of both factors": (
-        "float32_under_autocast",
-        native(STEP, forward("h = h @ (h.float().t() @ h.float()) * 1e-2  # FAULT")),
-    ),
-    "a cast at O1": ("float32_under_autocast", ours(BLOCK, "O1", forward("h = h.float()  # FAULT"))),
-    "a model in float32": (
-        "float32_under_autocast",
-        native(STEP, HEAD + "model = model.to(torch.float32)  # FAULT\n"),
-    ),
-    "a module in float32": (
-        "float32_under_autocast",
-        ours(BLOCK, "O1", HEAD + "model[2].float()  # FAULT\n"),
-    ),
-    "a sum divided by its length": (
-        "length_alone",
-        native(STEP, attention("out = q @ (k.transpose(-2, -1) @ v) / n  # FAULT", 7)),
-    ),
-    "a sum of scores": (
-        "length_alone",
-        native(STEP, attention("out = (q @ k.transpose(-2, -1)).relu() @ v / n  # FAULT", 6)),
-    ),
+    "a cast at O1": ours(BLOCK, "O1", forward("h = h.float()  #: float32_under_autocast")),
+    "a model in float32": native(STEP, HEAD + "model = model.to(torch.float32)  #: float32_under_autocast\n"),
+    "a module in float32": ours(BLOCK, "O1", HEAD + "model[2].float()  #: float32_under_autocast\n"),
+    "a sum divided by its length": attention("out = q @ (k.transpose(-2, -1) @ v) / n  #: length_alone", 7),
+    "a sum of scores": attention("out = (q @ k.transpose(-2, -1)).relu() @ v / n  #: length_alone", 6),
 }
 
 GAN = (
@@ -409,45 +349,37 @@ critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
 """
 )
 SOUND = {
-    "a line of casts, of which one has an effect": native(
-        STEP, forward("h = (lambda a, b: (a * 2) @ b.t() @ a)(*(it.float() for it in (h, h)))")
+    "a line of casts, of which one has an effect": in_forward(
+        "h = (lambda a, b: (a * 2) @ b.t() @ a)(*(it.float() for it in (h, h)))"
     ),
-    "a region of autocast for each step": INSIDE.replace("with torch", "for step in range(4):\n  with torch")
-    .replace("    for step in range(4):", "    for _ in range(1):")
-    .replace("  # FAULT", ""),
-    "a loop inside of autocast without its cache": INSIDE.replace(
+    "a region of autocast for each step": unmarked(INSIDE)
+    .replace("with torch", "for step in range(4):\n  with torch")
+    .replace("    for step in range(4):", "    for _ in range(1):"),
+    "a loop inside of autocast without its cache": unmarked(INSIDE).replace(
         "bfloat16)", "bfloat16, cache_enabled=False)"
-    ).replace("  # FAULT", ""),
+    ),
     "gradients that are zeroed by hand": HEAD
-    + PLAIN.replace(".bfloat16()", "").replace(
-        "optimizer.zero_grad()", "[p.grad.zero_() for p in model.parameters() if step]"
+    + PLAIN.replace("optimizer.zero_grad()", "[p.grad.zero_() for p in model.parameters() if step]"),
+    "gradients that are zeroed in place": HEAD + PLAIN.replace("grad()", "grad(set_to_none=False)"),
+    "steps in half": IN_HALF,
+    "steps without a rate": IN_HALF.replace("lr=0.01", "lr=0.0"),
+    "whole numbers that half holds": in_forward("h = h + torch.arange(32).half()[:8]"),
+    "angles that half holds": in_forward(
+        "h = h + torch.sin((torch.rand(8) * 9).half()) + torch.cos(torch.rand(8) * 1e5)"
     ),
-    "gradients that are zeroed in place": HEAD
-    + PLAIN.replace(".bfloat16()", "").replace("zero_grad()", "zero_grad(set_to_none=False)"),
-    "steps in half": HEAD.replace("optimizer =", "model = model.bfloat16()\noptimizer =") + PLAIN,
-    "steps without a rate": HEAD.replace("lr=0.01", "lr=0.0").replace(
-        "optimizer =", "model = model.bfloat16()\noptimizer ="
-    )
-    + PLAIN,
-    "whole numbers that half holds": native(STEP, forward("h = h + torch.arange(32).half()[:8]")),
-    "angles that half holds": native(
-        STEP, forward("h = h + torch.sin((torch.rand(8) * 9).half()) + torch.cos(torch.rand(8) * 1e5)")
-    ),
-    "a penalty": native(PENALTY.format("g / scaler.get_scale()").replace("  # FAULT", "") + STEP),
+    "a penalty": native(unmarked(PENALTY).format("g / scaler.get_scale()") + STEP),
     "an average in float32": ours(BLOCK + AVERAGE.format("it.lerp_(p, 1e-4)"), "O4"),
     "an average of large parts": ours(BLOCK + AVERAGE.format("it.lerp_(p, 0.3)"), "O5"),
     "an average that has arrived": ours(BLOCK + AVERAGE.format("it.copy_(p).lerp_(p, 1e-3)"), "O5"),
     "a checkpoint in float32": STATE,
     "O4": ours(BLOCK, "O4"),
     "O5": ours(BLOCK, "O5"),
-    "norm": native(STEP, norm(RMS, 1.0)),
-    "norm in float32": native(
-        STEP, norm("return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True))")
+    "norm": in_norm(RMS, 1.0),
+    "norm in float32": in_norm("return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True))"),
+    "a norm that is thrown away": in_norm(
+        "thrown = x * torch.rsqrt((x * x).mean(-1, keepdim=True))\nreturn x * 1e-3"
     ),
-    "a norm that is thrown away": native(
-        STEP, norm("thrown = x * torch.rsqrt((x * x).mean(-1, keepdim=True))\nreturn x * 1e-3")
-    ),
-    "layer norm": native(STEP, norm("return F.layer_norm(x.float(), (8,)).type_as(x)")),
+    "layer norm": in_norm("return F.layer_norm(x.float(), (8,)).type_as(x)"),
     "clip after unscale_": native(
         f"{STEP}\nscaler.unscale_(optimizer)\n{CLIP}\n[p.grad.norm() for p in model.parameters()]"
     ),
@@ -491,35 +423,33 @@ SOUND = {
         "scaler.scale(F.softplus(-critic(fake)).mean() + loss).backward()",
         GAN,
     ),
-    "dead ReLU": native(STEP, forward("h = F.relu(h - 100)")),
-    "dropout": native(STEP, forward("h = F.dropout(F.relu(h), 0.5)")),
+    "dead ReLU": in_forward("h = F.relu(h - 100)"),
+    "dropout": in_forward("h = F.dropout(F.relu(h), 0.5)"),
     "unused rows": native(
         STEP,
         HEAD.replace("nn.Linear(8, 8)", "nn.Embedding(50, 8)") + "x_of = lambda: torch.randint(0, 9, (4,))\n",
     ).replace("torch.randn(4, 8), torch", "x_of(), torch"),
-    "a mask of -inf": native(
-        STEP, forward("h = h.masked_fill(torch.eye(4, 8) > 0, float('-inf')).softmax(-1)")
+    "a mask of -inf": in_forward("h = h.masked_fill(torch.eye(4, 8) > 0, float('-inf')).softmax(-1)"),
+    "a mask of large numbers": in_forward("h = (h + (torch.eye(4, 8) * -1e9).to(h)).softmax(-1)"),
+    "a mask of logarithms": in_forward("h = (h + (1 - torch.eye(4, 8)).to(h).log()).softmax(-1)"),
+    "a clamp of what overflows": in_forward("h = (h * 1e5).clamp(-60000, 60000) * 1e-5"),
+    "tanh of what overflows": in_forward("h = torch.tanh(h * 1e6)"),
+    "what overflows is written over": in_forward(
+        "h = h * 1e6; h[h.abs() > 100] = 0; h = h[:, :8].clone(); h[0].fill_(1)"
     ),
-    "a mask of large numbers": native(STEP, forward("h = (h + (torch.eye(4, 8) * -1e9).to(h)).softmax(-1)")),
-    "a mask of logarithms": native(STEP, forward("h = (h + (1 - torch.eye(4, 8)).to(h).log()).softmax(-1)")),
-    "a clamp of what overflows": native(STEP, forward("h = (h * 1e5).clamp(-60000, 60000) * 1e-5")),
-    "tanh of what overflows": native(STEP, forward("h = torch.tanh(h * 1e6)")),
-    "what overflows is written over": native(
-        STEP, forward("h = h * 1e6; h[h.abs() > 100] = 0; h = h[:, :8].clone(); h[0].fill_(1)")
-    ),
-    "a view is written over": native(STEP, forward("h = h * 1e6; h.view(-1).mul_(0).fill_(1); h = h + 1")),
+    "a view is written over": in_forward("h = h * 1e6; h.view(-1).mul_(0).fill_(1); h = h + 1"),
     "a loss that vanishes": ours("loss = (model(x) * 1e-6).pow(2).mean()" + BLOCK, "O2"),
-    "a mean of nothing": native(STEP, forward("nothing = h[:0].mean()")),
-    "padding rows": native(STEP, forward("h = h * (torch.arange(4) < 2).to(h).unsqueeze(1)")),
-    "a small penalty": native(STEP, forward("h = h + h * 1e-9")),
-    "confident softmax": native(STEP, forward("h = (h * 100).softmax(-1)")),
-    "a cast for a residual": native(STEP, forward("h = h.float(); h = h + h @ torch.eye(8)")),
+    "a mean of nothing": in_forward("nothing = h[:0].mean()"),
+    "padding rows": in_forward("h = h * (torch.arange(4) < 2).to(h).unsqueeze(1)"),
+    "a small penalty": in_forward("h = h + h * 1e-9"),
+    "confident softmax": in_forward("h = (h * 100).softmax(-1)"),
+    "a cast for a residual": in_forward("h = h.float(); h = h + h @ torch.eye(8)"),
     "a cast for a loss": native(STEP).replace("model(x), y", "model(x).float(), y"),
     "float64 to float32": native(STEP, HEAD + "model.double().float()\n"),
-    "a cast without autocast": native(
-        STEP, forward("with torch.autocast('cpu', enabled=False): h = h.float() @ torch.eye(8)")
+    "a cast without autocast": in_forward(
+        "with torch.autocast('cpu', enabled=False): h = h.float() @ torch.eye(8)"
     ),
-    "divided before the sum": native(STEP, attention("out = q @ ((k / n).transpose(-2, -1) @ v)", 7)),
+    "divided before the sum": attention("out = q @ ((k / n).transpose(-2, -1) @ v)", 7),
     "memory that was a gradient's": native(
         STEP + "\nfor p in model.parameters(): old = p.grad; p.grad = None; del old\n"
         "held = [torch.ones(shape) for shape in [(8, 8), (8,), (3, 8), (3,)] * 8]\n"
@@ -528,16 +458,15 @@ SOUND = {
         + "\nheld = [it.mean() for it in held]"
     ),
     "a closure": HEAD + CLOSURE,
-    "a short sum": native(STEP, attention("out = q @ (k.transpose(-2, -1) @ v) / n", 1)),
+    "a short sum": attention("out = q @ (k.transpose(-2, -1) @ v) / n", 1),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_silent_fault_is_found_at_its_line(name):
-    kind, text = FAULTS[name]
-    faults, _ = watch(text)
-    assert [(it.kind, it.where) for it in faults] == [(kind, line) for line in lines_of(text)]
-    assert faults[0].step == (kind == "not_zeroed")  # which takes a second step
+    faults, _ = watch(FAULTS[name])
+    assert [(it.kind, it.where) for it in faults] == marked(FAULTS[name])
+    assert faults[0].step == (faults[0].kind == "not_zeroed")  # which takes a second step
     assert faults[0].why
     assert faults[0].remedies
 
@@ -651,10 +580,7 @@ def test_a_step_that_draws_by_type_is_not_compared_on_a_gpu(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("rate", "falls", "kinds"), [(5e-3, 0, [LOST]), (5e-3, 1, []), (1e-3, 1, [LOST])])
 def test_weights_of_which_many_stand_still_are_a_fault_where_the_loss_does_too(rate, falls, kinds):
-    text = HEAD.replace("lr=0.01", f"lr={rate}").replace(
-        "optimizer =", "model = model.bfloat16()\noptimizer ="
-    )
-    found, _ = watch(text + PLAIN.replace("range(4)", "range(16)"))
+    found, _ = watch(IN_HALF.replace("lr=0.01", f"lr={rate}").replace("range(4)", "range(16)"))
     attempts = [Attempt(step, value=16.0 - falls * step) for step in range(16)]
     assert [it.kind for it in examine_silent(found, attempts, ())] == kinds
 
@@ -782,7 +708,7 @@ def test_a_buffer_that_was_cast_with_its_model_is_called_so(size, line, kind):
 ANGLES = """
 class Waves(nn.Module):
     def forward(self, t):
-        phase = torch.matmul(t[:, None], torch.ones(1, 8))  # FAULT
+        phase = torch.matmul(t[:, None], torch.ones(1, 8))  #: coarse_angles
         return torch.sin(phase)
 model = nn.Sequential(Waves(), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -800,7 +726,11 @@ def test_angles_are_told_at_the_line_that_makes_them_half(first):
     text = "import ampatch as amp\n" + HEAD + ANGLES.format(first=first)
     faults = [it for it in watch(text)[0] if it.kind in ("coarse_angles", "rounding")]
     assert [(it.where, it.op, str(it.remedies[0])) for it in faults] == [
-        (lines_of(text)[0], "matmul", "amp.initialize(..., keep_fp32=['0']): this module runs in float32")
+        (
+            marked(text)[0][1],
+            "matmul",
+            "amp.initialize(..., keep_fp32=['0']): this module runs in float32",
+        )
     ] * (first > 0)
 
 
@@ -867,9 +797,7 @@ def test_what_may_do_no_harm_is_a_fault_where_float32_learns_more(kind, share):
 @pytest.mark.process
 @pytest.mark.parametrize("tries", [True, False])
 def test_a_silent_fault_whose_fix_helps_is_exit_status_1(tmp_path, capsys, tries):
-    text = native(STEP + "\n" + CLIP + "  # FAULT", norm(RMS.removesuffix("  # FAULT"))).replace(
-        "1024.0", "2.0"
-    )
+    text = native(f"{STEP}\n{CLIP}  #: clip", norm(unmarked(RMS))).replace("1024.0", "2.0")
     (tmp_path / "train.py").write_text(text)
     out = tmp_path / "report.json"
     options = [] if tries else ["--no-tries"]
@@ -877,7 +805,10 @@ def test_a_silent_fault_whose_fix_helps_is_exit_status_1(tmp_path, capsys, tries
     report, said = json.loads(out.read_text()), capsys.readouterr().out
     assert report["findings"] == []
     clip, zeros = sorted(report["silent"], key=lambda it: it["kind"])
-    assert (clip["kind"], clip["where"].rpartition(":")[2]) == ("clipped_while_scaled", lines_of(text)[0][9:])
+    assert (clip["kind"], clip["where"].rpartition(":")[2]) == (
+        "clipped_while_scaled",
+        marked(text)[0][1][9:],
+    )
     assert clip["steps"] == list(range(4))
     assert (zeros["kind"], zeros["op"], zeros["model"], zeros["module"]) == ("zeros", "pow", "model", "1")
     assert zeros["remedies"][0].split("\n") == [
@@ -905,7 +836,7 @@ amp.initialize(model, optimizers, opt_level="O1", verbosity=0)
 x = torch.randn(4, 8)
 for step in range(9):
     first.zero_grad(); second.zero_grad()
-    with amp.scale_loss(99 * model(x).pow(2).mean(), {named}) as scaled:  # FAULT
+    with amp.scale_loss(99 * model(x).pow(2).mean(), {named}) as scaled:
         scaled.backward()
     first.step(); second.step()
 """
