@@ -368,13 +368,8 @@ def make(seed: int, is_sound: bool = False) -> Fault:
     if not is_sound:
         planted[where] = kind.code.format(sample=sample) + "  # FAULT"
     values = {"seed": seed, "step": step, "micro": micro, "micros": micros, "width": width, "depth": depth}
-    values |= {
-        "bad": bad,
-        "steps": step + steps,
-        "batch": batch,
-        "imports": imports,
-        "setup": setup or "pass",
-    }
+    values |= {"bad": bad, "steps": step + steps, "batch": batch, "imports": imports}
+    values["setup"] = setup or "pass"
     # The 1e-8 of AdamW is 0 in half.
     values["optimizer"] = "SGD" if style == "O3" else draw.choice(["SGD", "AdamW"])
     values["clip"] = CLIP if style == "clipped" else ""
@@ -394,18 +389,10 @@ def make(seed: int, is_sound: bool = False) -> Fault:
     script = (HEAD + code.replace("{stem}", options["stem"]) + MAIN).format(
         **{key: text for key, text in options.items() if key != "stem"}, **values
     )
-    name = (
-        f"{family} {style}"
-        + (f" checkpoint {again}" if again is not None else "")
-        + f" {wrapping}" * bool(wrapping)
-    )
-    return Fault(
-        f"{name} {kind.op}",
-        script=script,
-        step=step,
-        micro=micro,
-        **truth_of(kind, family, bad, sample, script),
-    )
+    words = [family, style, f"checkpoint {again}" if again is not None else "", wrapping]
+    name = " ".join([*filter(None, words), kind.op])
+    where = truth_of(kind, family, bad, sample, script)
+    return Fault(name, script=script, step=step, micro=micro, **where)
 
 
 def truth_of(kind: Kind, family: str, bad: int, sample: int, script: str) -> dict[str, object]:
@@ -546,22 +533,8 @@ def run_faults(seeds: range) -> None:
         right.update(name for name, good in verdict.items() if good)
         if not all(verdict.values()):
             wrong = [name for name, good in verdict.items() if not good]
-            first = next(iter(report["findings"]), {})
-            shown = {
-                name: first[name]
-                for name in ("step", "phase", "module", "op", "where", "float32_survives")
-                if first
-            }
-            print(
-                seed,
-                fault.name,
-                "wrong:",
-                *wrong,
-                replace(fault, script=""),
-                shown,
-                report["unknown"],
-                flush=True,
-            )
+            first, planted = next(iter(report["findings"]), {}), replace(fault, script="")
+            print(seed, fault.name, "wrong:", *wrong, planted, first, report["unknown"], flush=True)
     print({name: f"{count} of {len(seeds)}" for name, count in right.items()})
 
 
