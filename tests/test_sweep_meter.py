@@ -168,14 +168,8 @@ def test_times_of_a_short_run(steps, median):
 
 
 def test_two_optimizers_in_turn_have_the_time_of_both():
-    clock, generator, discriminator = Told(), object(), object()
-    times = StepTimes(clock)
-    for now in range(20):
-        clock.time = 2 * now
-        times.end_step(generator)
-        clock.time = 2 * now + 0.1
-        times.end_step(discriminator)
-    assert times.fields()["step_ms"] == pytest.approx(2000)
+    turns = [(2.0 * now + late, name) for now in range(20) for late, name in ((0, "first"), (0.1, "second"))]
+    assert times_of(turns).fields()["step_ms"] == pytest.approx(2000)
 
 
 def test_the_time_between_two_sessions_is_no_step():
