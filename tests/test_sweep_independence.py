@@ -1,6 +1,5 @@
 """Runs of a sweep are compared if they are independent: no run goes on from what another one wrote."""
 
-import contextlib
 import ctypes
 import json
 import os
@@ -237,17 +236,6 @@ def test_a_yardstick_that_cast_nothing_says_so_and_is_not_compared():
 # ---- Going on with a sweep ----
 
 
-@contextlib.contextmanager
-def command(folder, *arguments):
-    words = [sys.executable, "-m", "ampatch", "sweep", "train.py", "--levels", "O0,O4,O5"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*words, *arguments], cwd=folder, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 # The third run waits until it is ended; with a file `go` none does.
 WAITS = TRAIN + (
     "import time\nopen('ran', 'a').write('x')\n"
@@ -258,19 +246,19 @@ WAITS = TRAIN + (
 @pytest.mark.process
 def test_a_sweep_that_is_killed_loses_the_run_that_was_on_and_resume_makes_it(tmp_path):
     (tmp_path / "train.py").write_text(WAITS)
-    arguments = ["--", "{run}.pt"]
-    with command(tmp_path, *arguments) as process:
-        ran = tmp_path / "ran"
-        wait_until(lambda: ran.exists() and ran.stat().st_size == 3)
-        process.kill()
-        process.communicate(timeout=60)
-    before = json.loads((tmp_path / "ampatch-sweep/sweep.json").read_text())["records"]
+    ran, kept = tmp_path / "ran", tmp_path / "ampatch-sweep/sweep.json"
+    words = [sys.executable, "-m", "ampatch", "sweep", "train.py", "--levels", "O0,O4,O5"]
+    with subprocess.Popen([*words, "--", "{run}.pt"], cwd=tmp_path) as process:
+        try:
+            wait_until(lambda: ran.exists() and ran.stat().st_size == 3)
+        finally:
+            process.kill()
+    before = json.loads(kept.read_text())["records"]
     assert sum(it["outcome"] == "finished" for it in before) == 2
     (tmp_path / "go").touch()
-    with command(tmp_path, "--resume", *arguments) as process:
-        _, said = process.communicate(timeout=200)
-    after = json.loads((tmp_path / "ampatch-sweep/sweep.json").read_text())["records"]
-    assert (process.returncode, len(after), ran.stat().st_size) == (0, 3, 3 + 1), said
+    subprocess.run([*words, "--resume", "--", "{run}.pt"], cwd=tmp_path, check=True, timeout=200)
+    after = json.loads(kept.read_text())["records"]
+    assert (len(after), ran.stat().st_size) == (3, 3 + 1)
     assert after[:2] == before[:2]
     assert len(list((tmp_path / "ampatch-sweep/logs").iterdir())) == 3
 
