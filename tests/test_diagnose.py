@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import optimizer as optimizers
-from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from ampatch.__main__ import main
@@ -85,19 +84,18 @@ class Trainer:
                 options = {"loss_scale": amp.DynamicLossScale(init_scale=256.0)} | options
             amp.initialize(model, self.optimizer, opt_level=kind, verbosity=0, **options)
 
-    def step(self, change=lambda loss: loss, parts=1):
+    def step(self, change=lambda loss: loss):
         self.optimizer.zero_grad()
-        for _ in range(parts):
-            x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
-            with torch.autocast("cpu", torch.float16, enabled=self.kind == "native"):
-                loss = change(F.cross_entropy(self.model(x).float(), y))
-            if self.kind.startswith("O"):
-                with amp.scale_loss(loss, self.optimizer) as scaled:
-                    scaled.backward()
-            elif self.kind == "native":
-                self.scaler.scale(loss).backward()
-            else:
-                loss.backward()
+        x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
+        with torch.autocast("cpu", torch.float16, enabled=self.kind == "native"):
+            loss = change(F.cross_entropy(self.model(x).float(), y))
+        if self.kind.startswith("O"):
+            with amp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+        elif self.kind == "native":
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
         if self.kind == "native":
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -109,11 +107,11 @@ def watch(trainer, **options):
     return amp.diagnose.watch(trainer.model, trainer.optimizer, **options)
 
 
-def train(kind, steps=4, model=None, **options):
-    trainer = Trainer(kind, model or make_model())
+def train(kind, steps=4, model=None, change=lambda loss: loss, **options):
+    trainer = Trainer(kind, model or make_model(), **options)
     with watch(trainer) as patient:
         for _ in range(steps):
-            trainer.step(**options)
+            trainer.step(change)
     return patient
 
 
@@ -125,7 +123,7 @@ def only(patient):
 # ---- What is found ----
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 9])
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 9, 14, 21])
 def test_a_planted_fault_is_found(seed, tmp_path):
     report, _ = run_planted(seed, tmp_path)
     fault = report.pop("fault")
@@ -316,38 +314,18 @@ def test_a_penalty_on_gradients_has_its_line():
     assert patient.report().unknown == ()
 
 
-def test_nan_in_a_batch_is_told_with_its_sample():
-    trainer = Trainer("plain", make_model(at=()))
-    x = torch.randn(4, 8)
-    x[2, 5] = float("nan")
-    with watch(trainer) as patient:
-        trainer.step()
-        trainer.model(x).sum().backward()
-        trainer.optimizer.step()
-    assert (only(patient).phase, only(patient).step, only(patient).sample) == ("input", 1, 2)
-
-
 @pytest.mark.parametrize("power", [26, 40])
 def test_the_search_of_a_scale_is_no_finding(power):
     scale = amp.DynamicLossScale(2.0**power, max_scale=2.0**power)
-    trainer = Trainer("O2", make_model(at=()), loss_scale=scale)
-    with watch(trainer) as patient:
-        for _ in range(power + 4):
-            trainer.step()
-    report = patient.report()
+    report = train("O2", power + 4, make_model(at=()), loss_scale=scale).report()
     assert report.findings == ()
     assert 1 <= report.runs < len(report.scale["skipped"])
 
 
 def test_a_fault_that_a_scale_hides_in_its_search_is_found():
     scale = amp.DynamicLossScale(2.0**26, max_scale=2.0**26)
-    trainer = Trainer(
-        "O1", make_model(lambda h: h + (h - h.detach()).pow(2).sum().sqrt(), (0,)), loss_scale=scale
-    )
-    with watch(trainer) as patient:
-        for _ in range(30):
-            trainer.step()
-    found = only(patient)
+    model = make_model(lambda h: h + (h - h.detach()).pow(2).sum().sqrt(), (0,))
+    found = only(patient := train("O1", 30, model, loss_scale=scale))
     assert (found.step, found.phase, found.module, found.op) == (0, "backward", "1", "sqrt")
     assert found.float32_survives is False
     assert not patient.unknown
@@ -356,25 +334,15 @@ def test_a_fault_that_a_scale_hides_in_its_search_is_found():
 def test_the_search_is_that_of_the_scale_in_use_where_there_are_two():
     other = nn.Linear(2, 2)
     amp.initialize(other, torch.optim.SGD(other.parameters(), 0.1), opt_level="O0", verbosity=0)
-    trainer = Trainer("O1", make_model(at=()), loss_scale=amp.DynamicLossScale(2.0**26, max_scale=2.0**26))
-    with watch(trainer) as patient:
-        for _ in range(30):
-            trainer.step()
-    assert patient.report().findings == ()
-    assert patient.report().scale["history"][0] == (0, 2.0**26)
-
-
-def test_micro_steps_are_counted():
-    found = only(train("O1", steps=2, model=make_model(at=(5,)), parts=4))
-    assert (found.step, found.micro_step) == (1, 1)
+    scale = amp.DynamicLossScale(2.0**26, max_scale=2.0**26)
+    report = train("O1", 30, make_model(at=()), loss_scale=scale).report()
+    assert report.findings == ()
+    assert report.scale["history"][0] == (0, 2.0**26)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_weights_that_a_step_broke_belong_to_that_step_if_none_follows_as_well(steps):
-    trainer = Trainer("plain", make_model(at=()), lr=1e38)
-    with watch(trainer) as patient:
-        for _ in range(steps):
-            trainer.step(change=lambda loss: loss * 1e6)
+    patient = train("plain", steps, make_model(at=()), change=lambda loss: loss * 1e6, lr=1e38)
     assert (only(patient).step, only(patient).phase) == (0, "optimizer")
     assert bool(patient.unknown) == (steps == 1)  # which operation of the optimizer made them
 
@@ -392,21 +360,6 @@ def test_a_closure_is_looked_at_before_its_step():
         for _ in range(3):
             trainer.optimizer.step(closure)
     assert (only(patient).step, only(patient).op) == (2, "exp")
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_and_reused_modules(reentrant):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.head = Block(explode, range(1, 9)), nn.Linear(8, 3)
-
-        def forward(self, x):
-            x = checkpoint(self.block, self.block(x), use_reentrant=reentrant)
-            return self.head(x)
-
-    found = train("plain", steps=1, model=Net()).findings
-    assert (found[0].call, found[0].module, found[0].op) == (1, "block", "exp")
 
 
 def test_two_optimizers_of_one_backward():
