@@ -102,6 +102,12 @@ class FreshProcesses:
         return Ended(status, *((folder / name).read_text() for name in ("stdout", "stderr")))
 
 
+def run_sweep(processes: FreshProcesses, folder: Path, *arguments: str) -> Ended:
+    """Runs `ampatch sweep` in a process and a folder of its own, and its runs in forks of that."""
+    code = f"import tempfile; tempfile.tempdir = os.getcwd()\n{RUNS_ARE_FORKS}"
+    return processes.run(f"{code}sys.exit(ampatch.__main__.main({['sweep', *arguments]!r}))", folder)
+
+
 @contextlib.contextmanager
 def fresh_processes() -> Iterator[FreshProcesses]:
     """Starts the process that the others are forked from, and ends it."""

@@ -11,7 +11,7 @@ import pytest
 
 from ampatch.sweeps.results import from_json
 from ampatch.sweeps.rows import Ending
-from fresh import RUNS_ARE_FORKS
+from fresh import run_sweep
 from helpers import wait_until
 
 pytestmark = pytest.mark.process
@@ -33,14 +33,7 @@ for step in range(12):
 
 @pytest.fixture
 def sweep(processes, tmp_path):
-    """Runs `ampatch sweep` in a process and a folder of its own, and returns how it ended."""
     return partial(run_sweep, processes, tmp_path)
-
-
-def run_sweep(processes, folder, *arguments):
-    code = "import tempfile; tempfile.tempdir = os.getcwd()\n"
-    code += f"{RUNS_ARE_FORKS}sys.exit(ampatch.__main__.main({['sweep', *arguments]!r}))"
-    return processes.run(code, folder)
 
 
 def records_in(folder):

@@ -16,7 +16,7 @@ import ampatch.__main__
 from ampatch.sweeps.measure.reads import ReadWatch
 from ampatch.sweeps.measure.yardstick import Autocast
 from ampatch.sweeps.rows import Training
-from fresh import RUNS_ARE_FORKS
+from fresh import run_sweep
 from helpers import wait_until
 
 # Learns too slowly for the weights to tell that it went on.
@@ -45,12 +45,10 @@ amp.report(accuracy=0.5)
 def sweep(processes, tmp_path):
     """Sweeps the script in a process and a folder of its own; returns its rows, by name, and how it ended."""
 
-    def run(*arguments, text=TRAIN, out="made"):
+    def run(*arguments, text=TRAIN):
         (tmp_path / "train.py").write_text(text)
-        words = ["sweep", "train.py", "--out", out, *arguments]
-        code = f"import tempfile; tempfile.tempdir = os.getcwd()\n{RUNS_ARE_FORKS}"
-        done = processes.run(f"{code}sys.exit(ampatch.__main__.main({words!r}))", tmp_path)
-        file = tmp_path / out / "sweep.json"
+        done = run_sweep(processes, tmp_path, "train.py", "--out", "made", *arguments)
+        file = tmp_path / "made/sweep.json"
         rows = json.loads(file.read_text())["rows"] if file.exists() else []
         return {row["name"]: row for row in rows}, done
 
