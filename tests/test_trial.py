@@ -708,7 +708,7 @@ for step in range({steps}):
     loss.backward()
     optimizer.step()
 """
-STANDARDIZED = TRAIN.format(
+MASKED = TRAIN.format(  # two lines break
     width=8,
     rate=0.1,
     steps=40,
@@ -717,7 +717,7 @@ STANDARDIZED = TRAIN.format(
     x[:, 6], x[:, 7] = 0.1, 0.0
     mean = x.mean(0)
     std = torch.sqrt(x.square().mean(0) - mean.square() - 1e-6 * (x[0] == 0.1))
-    loss = (model((x - mean) / {std}) - y).square().mean()""",
+    loss = (model((x - mean) / (std * (step != 3))) - y).square().mean()""",
 )
 RATE = TRAIN.format(
     width=4,
@@ -727,21 +727,13 @@ RATE = TRAIN.format(
     loss = (model(x) - x[:, :1]).square().mean()""",
 )
 RUNS = ["run 1: watched", "run 2: traced", "run 3: float32"]
-MASKED = STANDARDIZED.replace("{std}", "(std * (step != 3))")  # two lines break
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("script", "runs", "said"),
-    [
-        (STANDARDIZED.replace("{std}", "std"), 4, "the script trains"),
-        (RATE, 4, "at a tenth of the rate the script trains"),
-    ],
-)
-def test_what_trains_is_said_to_train(tmp_path, script, runs, said):
-    report = report_on(script, tmp_path, tries=True)
-    assert report["runs"] == runs
-    assert report["findings"][0]["tried"][0].startswith(said)
+def test_what_trains_at_a_lower_rate_is_said_to_train(tmp_path):
+    report = report_on(RATE, tmp_path, tries=True)
+    assert report["runs"] == 4
+    assert report["findings"][0]["tried"][0].startswith("at a tenth of the rate the script trains")
 
 
 @pytest.mark.process
@@ -760,16 +752,12 @@ def test_the_command_tries_nothing_where_it_may_not(tmp_path, monkeypatch, capsy
 def test_what_breaks_next_is_mended_with_it(tmp_path):
     finding = report_on(MASKED, tmp_path, tries=True)["findings"][0]
     first, second = finding["remedies"][0].split("\n  and at ")
-    assert (first.split(":")[0], second.split(": ")[1].split(":")[0]) == (
-        "clamp what is under the root",
-        "keep the divisor from being 0",
-    )
+    assert first.startswith("clamp what is under the root:")
+    assert ": keep the divisor from being 0:" in second
     assert finding["tried"][0].startswith("the script trains")
-    said = list(
-        describe_finding(
-            sample_finding(
-                remedies=(Words("a"), Words("b")), tried=(Tried(Rank.TRAINS, "it trains"), Tried())
-            )
-        )
-    )
+
+
+def test_what_was_tried_is_said_below_the_advice_and_what_was_not_beside_it():
+    remedies, tried = (Words("a"), Words("b")), (Tried(Rank.TRAINS, "it trains"), Tried())
+    said = list(describe_finding(sample_finding(remedies=remedies, tried=tried)))
     assert said[2:5] == ["  -> a", "     (tried: it trains)", "  -> b (not tried)"]
