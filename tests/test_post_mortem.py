@@ -384,39 +384,25 @@ def saved(value):
     return lambda path: torch.save(value, path)
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda path: None, "no such file"),
-        (lambda path: path.mkdir(), "a folder"),
-        (lambda path: path.write_bytes(b""), "the file is empty"),
-        (lambda path: path.write_text("Dear diary"), "it begins with b'Dear diary'"),
-        (lambda path: path.write_bytes(b"PK\x03\x04 and no more"), "damaged"),
-        (saved([1, 2]), "found list"),
-        (saved({"model": 1, "epoch": 2}), r"found a dict with \['epoch', 'model'\]"),
-        (saved({"format": "ampatch post-mortem", "version": 2}), "version 2 was written by another"),
-        (saved({"format": "ampatch post-mortem", "version": torch.ones(2)}), "version <Tensor> was written"),
-        (saved({"x" * 10**6: 1}), r"found a dict with \['x{500}\.\.\.'\]"),
-        (
-            saved({"format": "ampatch post-mortem", "version": 1, "alarm": 3}),
-            "its parts alarm, history, .* damaged",
-        ),
-    ],
-    ids=[
-        "missing",
-        "folder",
-        "empty",
-        "text",
-        "damaged",
-        "list",
-        "checkpoint",
-        "version",
-        "no version",
-        "long name",
-        "parts",
-    ],
-)
-def test_what_is_no_post_mortem_is_told_as_what_it_is(tmp_path, capsys, make, match):
+FORMAT = {"format": "ampatch post-mortem", "version": 1}
+NO_POST_MORTEMS = {
+    "missing": (lambda path: None, "no such file"),
+    "folder": (lambda path: path.mkdir(), "a folder"),
+    "empty": (lambda path: path.write_bytes(b""), "the file is empty"),
+    "text": (lambda path: path.write_text("Dear diary"), "it begins with b'Dear diary'"),
+    "damaged": (lambda path: path.write_bytes(b"PK\x03\x04 and no more"), "damaged"),
+    "list": (saved([1, 2]), "found list"),
+    "checkpoint": (saved({"model": 1, "epoch": 2}), r"found a dict with \['epoch', 'model'\]"),
+    "version": (saved(FORMAT | {"version": 2}), "version 2 was written by another"),
+    "no version": (saved(FORMAT | {"version": torch.ones(2)}), "version <Tensor> was written"),
+    "long name": (saved({"x" * 10**6: 1}), r"found a dict with \['x{500}\.\.\.'\]"),
+    "parts": (saved(FORMAT | {"alarm": 3}), "its parts alarm, history, .* damaged"),
+}
+
+
+@pytest.mark.parametrize("name", NO_POST_MORTEMS)
+def test_what_is_no_post_mortem_is_told_as_what_it_is(tmp_path, capsys, name):
+    make, match = NO_POST_MORTEMS[name]
     path = tmp_path / "file.pt"
     make(path)
     assert re.search(match, open_file(path, capsys))
@@ -424,7 +410,7 @@ def test_what_is_no_post_mortem_is_told_as_what_it_is(tmp_path, capsys, make, ma
 
 def test_a_file_from_somebody_else_runs_no_code(tmp_path, capsys):
     path, made = tmp_path / "file.pt", tmp_path / "made"
-    found = {"format": "ampatch post-mortem", "version": 1, "alarm": Runs(str(made))}
+    found = FORMAT | {"alarm": Runs(str(made))}
     torch.save(found, path)
     assert "refuses it" in open_file(path, capsys)
     path.write_bytes(pickle.dumps(found))
