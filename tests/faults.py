@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from ampatch.__main__ import main as main_of_ampatch
 from ampatch.doctor.campaign import FAULT, Campaign, start_process
 from ampatch.doctor.child import carry_out as run_child
 from ampatch.doctor.finding import Report
@@ -468,6 +469,14 @@ def diagnose(script: str, folder: Path, tries: bool = False) -> Report:
 def report_on(script: str, folder: Path, tries: bool = False) -> dict:
     """Returns the doctor's report on a script, as it is written to a file."""
     return json.loads(json.dumps(diagnose(script, folder, tries).to_json()))
+
+
+def run_doctor(folder: Path, script: str, *options: str) -> tuple[int, dict]:
+    """Runs `ampatch doctor` on a script; returns the exit status and the report."""
+    (folder / "train.py").write_text(script)
+    out = folder / "report.json"
+    status = main_of_ampatch(["doctor", "--json", str(out), *options, str(folder / "train.py")])
+    return status, json.loads(out.read_text())
 
 
 def examine(fault: Fault, folder: Path) -> dict:

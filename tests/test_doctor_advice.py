@@ -183,4 +183,4 @@ def first_of(report):
 @pytest.mark.parametrize("name", HEALTHY)
 def test_of_a_healthy_script_nothing_is_said(tmp_path, name):
     report = diagnose(write_script(HEALTHY[name]), tmp_path)
-    assert (report.findings, report.silent, report.untraced) == ((), (), "")
+    assert (report.findings, report.silent, report.unknown, report.untraced) == ((), (), (), "")
