@@ -1,6 +1,5 @@
 """Silent faults: scripts that train wrongly without a sign, and their sound siblings."""
 
-import json
 import linecache
 import re
 from contextlib import ExitStack, suppress
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import ampatch as amp
-from ampatch.__main__ import main
 from ampatch.apex.script import level_overrides
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.clock import Clock
@@ -27,6 +25,7 @@ from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.suspects import plan_looks
 from ampatch.doctor.words import describe
 from doctor_samples import sample_finding
+from faults import run_doctor
 from helpers import import_float8
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the library, of the same faults
@@ -510,6 +509,12 @@ LOSSES["O1, the second of two"] = LOSSES["O1"].replace(
 )
 
 
+def write_loss(style, small):
+    """A script that looks up rows, of a loss times something small, at a scale of 1."""
+    text = LOSSES[style].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
+    return text.replace("{small}", small).replace("{scale}", "1.0")
+
+
 def run_sample(text, folder, attempt, repeats):
     """Runs a script as the doctor does to save the gradients of an attempt; returns the shares seen."""
     with ExitStack() as stack:
@@ -530,8 +535,7 @@ def run_sample(text, folder, attempt, repeats):
 @pytest.mark.parametrize("attempt", [0, 2])
 @pytest.mark.parametrize("style", LOSSES)
 def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style, attempt, device):
-    text = LOSSES[style].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
-    text = text.replace("{small}", f"(2e-6 if step >= {attempt} else 1.0)").replace("{scale}", "1.0")
+    text = write_loss(style, f"(2e-6 if step >= {attempt} else 1.0)")
     text = text.replace('"cpu"', f'"{device}"').replace("Net()\n", f"Net().to('{device}')\n")
     text = re.sub("    x, y = .*", rf"\g<0>\n    x, y = x.to('{device}'), y.to('{device}')", text)
     shares = run_sample(text, tmp_path, attempt, repeats=False)
@@ -557,8 +561,7 @@ def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style
 
 
 def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
-    text = LOSSES["native"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
-    text = text.replace("{small}", "1e-3").replace("{scale}", "1.0")
+    text = write_loss("native", "1e-3")
     run_sample(text, tmp_path, 0, repeats=False)
     assert compare_gradients(tmp_path, 0) == ([], "whether gradients underflow: the step did not come again")
     run_sample(text.replace("1e-3", "1e-2"), tmp_path, 0, repeats=True)
@@ -571,8 +574,7 @@ def test_a_step_that_draws_by_type_is_not_compared_on_a_gpu(tmp_path, monkeypatc
         gradients, "random_of", lambda _: dict.fromkeys(("cpu", "gpu"), torch.get_rng_state())
     )
     monkeypatch.setattr(gradients, "set_random", lambda states: torch.set_rng_state(states["gpu"]))
-    text = LOSSES["O1"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
-    text = text.replace("{small}", "(1.0 + 0 * torch.rand(()))" if draws else "1.0").replace("{scale}", "1.0")
+    text = write_loss("O1", "(1.0 + 0 * torch.rand(()))" if draws else "1.0")
     for repeats in (False, True):
         run_sample(text, tmp_path, 0, repeats)
     assert compare_gradients(tmp_path, 0)[1].endswith("others than F.dropout draw some") == draws
@@ -798,11 +800,9 @@ def test_what_may_do_no_harm_is_a_fault_where_float32_learns_more(kind, share):
 @pytest.mark.parametrize("tries", [True, False])
 def test_a_silent_fault_whose_fix_helps_is_exit_status_1(tmp_path, capsys, tries):
     text = native(f"{STEP}\n{CLIP}  #: clip", norm(unmarked(RMS))).replace("1024.0", "2.0")
-    (tmp_path / "train.py").write_text(text)
-    out = tmp_path / "report.json"
-    options = [] if tries else ["--no-tries"]
-    assert main(["doctor", *options, "--json", str(out), str(tmp_path / "train.py")]) == tries
-    report, said = json.loads(out.read_text()), capsys.readouterr().out
+    status, report = run_doctor(tmp_path, text, *([] if tries else ["--no-tries"]))
+    said = capsys.readouterr().out
+    assert status == tries
     assert report["findings"] == []
     clip, zeros = sorted(report["silent"], key=lambda it: it["kind"])
     assert (clip["kind"], clip["where"].rpartition(":")[2]) == (
@@ -848,22 +848,16 @@ for step in range(9):
 def test_the_scales_search_of_two_optimizers_is_no_finding_whether_the_block_names_both_or_one(
     named, tmp_path
 ):
-    (tmp_path / "train.py").write_text(HEAD + TWO_OPTIMIZERS.format(named=named))
-    out = tmp_path / "report.json"
-    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 0
-    report = json.loads(out.read_text())
-    assert (report["findings"], report["silent"]) == ([], [])
+    status, report = run_doctor(tmp_path, HEAD + TWO_OPTIMIZERS.format(named=named))
+    assert (status, report["findings"], report["silent"]) == (0, [], [])
 
 
 @pytest.mark.usefixtures("doctor_in_forks")
 @pytest.mark.process
 def test_a_script_of_apex_whose_gradients_underflow_is_told_a_scale(tmp_path):
-    text = LOSSES["O2"].replace("import ampatch as amp", "from apex import amp")
-    text = text.replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
-    (tmp_path / "train.py").write_text(text.replace("{small}", "2e-6").replace("{scale}", "1.0"))
-    out = tmp_path / "report.json"
-    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 1
-    report = json.loads(out.read_text())
+    text = write_loss("O2", "2e-6").replace("import ampatch as amp", "from apex import amp")
+    status, report = run_doctor(tmp_path, text)
+    assert status == 1
     assert {it["kind"] for it in report["silent"]} == {"underflow"}
     assert "one.weight" in {it["parameter"] for it in report["silent"]}
     assert "init_scale=2.0**24" in report["silent"][0]["remedies"][0]
