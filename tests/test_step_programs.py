@@ -5,7 +5,9 @@ float32 tensor with one float32 gradient; a forward rounds it to the half type, 
 To look at masters brings them up to date, so a program looks only where it says so, and after a step.
 """
 
+import contextlib
 import functools
+import itertools
 import random
 import sys
 
@@ -235,7 +237,8 @@ class Program:
             list(amp.master_params(optimizer))
         return self.compare(range(MODELS))
 
-    def compare(self, models):
+    def compare(self, models, kind=""):
+        """Says what differs first; of that kind alone, if one is given."""
         for index in models:
             sides = self.halves(index), self.masters(index), self.by_hand.models[index]
             for at, (half, master, expected) in enumerate(zip(*sides, strict=True)):
@@ -247,7 +250,7 @@ class Program:
                     "gradient of the model": (half.grad, expected.grad),
                 }
                 for what, (one, other) in pairs.items():
-                    if not is_same(one, other):
+                    if what.startswith(kind) and not is_same(one, other):
                         return f"{what} {at} of model {index}: {one} for {other}"
         scales = [amp.get_loss_scale(loss_id) for loss_id in range(LOSSES)]
         expected = [scale.number for scale in self.by_hand.scales]
@@ -264,6 +267,10 @@ class Program:
 
     def pick_factor(self):
         return self.dice.choice([INF if self.scale == "dynamic" else 2.0, 1.0, 1.0, 1.0])
+
+    def pick_way(self):
+        """How a weight is written: in place, or through `.data`, which leaves no trace on it."""
+        return self.dice.choice([lambda param: param, lambda param: param.data])
 
     def loss(self, chain, batch, factor):
         for index in chain:
@@ -285,7 +292,17 @@ class Program:
 
     # ---- Gradients ----
 
-    def do_block(self, chain=(), *, raises=False, edits=False, delays=False, waits=False, names_one=False):
+    def do_block(
+        self,
+        chain=(),
+        *,
+        raises=False,
+        edits=False,
+        delays=False,
+        waits=False,
+        names_one=False,
+        closes=False,
+    ):
         chain, hand = chain or self.pick_chain(), self.by_hand
         unnamed = chain[1:] if names_one and self.scale != 1.0 else []
         loss_id = self.dice.randrange(LOSSES) if self.dice.random() < 0.3 else 0
@@ -299,7 +316,8 @@ class Program:
         try:
             first = self.loss(chain, *losses[0])
             kind = self.dice.choice((list, tuple))
-            optimizers = kind(self.optimizers[index] for index in named)
+            repeated = named[:1] if self.dice.random() < 0.1 else []
+            optimizers = kind(self.optimizers[index] for index in [*named, *repeated])
             for _ in range(1):
                 with amp.scale_loss(first, optimizers, **options) as scaled:
                     for at, (batch, factor) in enumerate(losses):
@@ -307,8 +325,11 @@ class Program:
                         hand.backward(chain, batch, factor, now[2])
                     if edits:
                         self.edit(chain[:1])
+                        self.write_group(chain[0])
                     if raises:
                         raise KeyError
+                    if closes:
+                        amp.uninitialize()
                     if self.dice.random() < 0.2:
                         break
         except KeyError:
@@ -366,10 +387,7 @@ class Program:
                 list(amp.master_params(self.optimizers[index]))
 
     def do_clear(self):
-        index, way = (
-            self.dice.randrange(MODELS),
-            self.dice.choice(CLEARS),
-        )
+        index, way = self.dice.randrange(MODELS), self.dice.choice(CLEARS)
         to_none = self.dice.random() < 0.6
         if way in ("model", "optimizer"):
             owner = self.models[index] if way == "model" else self.optimizers[index]
@@ -377,7 +395,7 @@ class Program:
             for param in self.by_hand.models[index][: LATE if way == "model" else None]:
                 if param.grad is not None:
                     param.grad = None if to_none else torch.zeros_like(param)
-            return
+            return self.compare([index], "gradient")
         for params in self.sides([index]):
             for param in params[:1] if way == "some" else params:
                 if way == "deleted":
@@ -386,6 +404,7 @@ class Program:
                     param.grad = None
                 elif param.grad is not None:
                     param.grad.data.zero_()
+        return self.compare([index], "gradient")
 
     # ---- Steps ----
 
@@ -399,17 +418,21 @@ class Program:
         return self.compare([index])
 
     def do_step_with_a_closure(self):
-        index = self.dice.randrange(MODELS)
+        index, raises = self.dice.randrange(MODELS), self.dice.random() < 0.2
 
         def closure():
             self.optimizers[index].zero_grad()
             self.by_hand.optimizers[index].zero_grad()
             self.do_block([index])
+            if raises:
+                raise KeyError
 
         if self.by_hand.delayed[index] is not None:
             self.by_hand.settle(index)
-        self.optimizers[index].step(closure)
-        return self.look_after_step(index)
+        with contextlib.suppress(KeyError):
+            self.optimizers[index].step(closure)
+            return self.look_after_step(index)
+        return self.compare([index])
 
     def do_iteration(self):
         for index, optimizer in enumerate(self.optimizers):
@@ -430,16 +453,25 @@ class Program:
         index = self.dice.randrange(MODELS)
         param, by_hand = next(self.models[index].parameters()), self.by_hand.models[index][0]
         with torch.no_grad():
-            param[0] = 0.5  # which every half type holds
+            self.pick_way()(param)[0] = 0.5  # which every half type holds
             is_edit = by_hand[0].to(param.dtype) != 0.5  # what puts the bits there that there are is none
             by_hand[0] = torch.where(is_edit, torch.full_like(by_hand[0], 0.5), by_hand[0])
 
     def do_write_to_masters(self):
         index = self.dice.randrange(MODELS)
         with torch.no_grad():
+            way = self.pick_way()
             for params in (amp.master_params(self.optimizers[index]), self.by_hand.models[index]):
-                next(iter(params)).mul_(0.75)
-        self.models[index](self.make_batch())  # a forward shows it
+                way(next(iter(params))).mul_(0.75)
+        if self.dice.random() < 0.5:  # a forward shows it, and so does `.data`
+            self.models[index](self.make_batch())
+        for param in self.halves(index):
+            param.data.norm()
+
+    def do_read_data(self):
+        params, _ = self.sides([self.dice.randrange(MODELS)])
+        for param in params:
+            param.data.norm()
 
     def do_freeze(self):
         index = self.dice.randrange(MODELS)
@@ -459,6 +491,13 @@ class Program:
         self.optimizers[index].add_param_group({"params": list(self.late[index])})
         hand.optimizers[index].add_param_group({"params": hand.models[index][LATE:]})
 
+    def do_write_group(self):
+        self.write_group(self.dice.randrange(MODELS))
+
+    def write_group(self, index):
+        """A script writes its model's parameters into a group, where masters may be."""
+        self.optimizers[index].param_groups[0]["params"] = list(self.models[index].parameters())
+
     def leave(self, index):
         """A parameter that has joined leaves again."""
         if self.late[index]:
@@ -469,25 +508,43 @@ class Program:
 
     def do_resume(self):
         """A checkpoint of all is saved, and loaded again."""
-        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+        for index, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             model.load_state_dict(saved(model.state_dict()))
-            optimizer.load_state_dict(saved(optimizer.state_dict()))
+            self.write_group(index)
+            state = saved(optimizer.state_dict())
+            self.write_group(index)
+            optimizer.load_state_dict(state)
         amp.load_state_dict(saved(amp.state_dict()))
         for scale in self.by_hand.scales:
             scale.updates += scale.is_dynamic  # what waits for an earlier one is settled apart
 
-    def do_change_level(self):
-        for index, optimizer in enumerate(self.optimizers):
-            optimizer.zero_grad()
-            self.by_hand.optimizers[index].zero_grad()
-            self.leave(index)
+    def do_change_level(self, *, in_block=False):
+        """Another session; gradients may stay, for a step of plain torch between the two or for later."""
+        hand, both = self.by_hand, list(zip(self.optimizers, self.by_hand.optimizers, strict=True))
+        if in_block:
+            self.do_block(delays=self.dice.random() < 0.5, closes=True)
+        for index in range(MODELS):
+            if hand.delayed[index] is not None:
+                hand.settle(index)
+            if hand.overflowed[index]:  # the step that these were made for would be skipped
+                hand.optimizers[index].zero_grad()
         amp.uninitialize()
-        self.level, hand = self.dice.choice(list(HALF)), self.by_hand
+        for index, pair in enumerate(both):
+            self.leave(index)
+            for optimizer in pair if self.dice.random() < 0.5 else ():
+                optimizer.zero_grad()
+        for optimizer in itertools.chain(*both) if self.dice.random() < 0.5 else ():
+            optimizer.step()
+        self.level = self.dice.choice(list(HALF))
         hand.half, hand.overflowed = HALF[self.level], [False] * MODELS
         hand.delayed, hand.doubts = [None] * MODELS, [None] * MODELS
         number = 16.0 if self.scale == "dynamic" else self.scale
         hand.scales = [Scale(number, self.scale == "dynamic") for _ in range(LOSSES)]
         self.open()
+        return self.compare(range(MODELS))
+
+    def do_change_level_in_a_block(self):
+        return self.do_change_level(in_block=True)
 
 
 def is_same(one, other):
@@ -498,34 +555,24 @@ def is_same(one, other):
     )
 
 
-def halve(params):
-    for param in params:
-        if param.grad is not None:
-            param.grad.mul_(0.5)
+def edit_each(edit):
+    """An edit of each gradient that there is."""
+
+    def run(params):
+        for param in params:
+            if param.grad is not None:
+                edit(param)
+
+    return run
 
 
-def halve_data(params):
-    for param in params:
-        if param.grad is not None:
-            param.grad.data.mul_(0.5)
-
-
-def replace_data(params):
-    for param in params:
-        if param.grad is not None:
-            param.grad.data = param.grad.data * 0.5
-
-
-def replace(params):
-    for param in params:
-        if param.grad is not None:
-            param.grad = param.grad * 0.5
-
-
-def add_noise(params):
-    for param in params:
-        if param.grad is not None:
-            param.grad += torch.linspace(-1, 1, param.numel()).view_as(param)
+halve = edit_each(lambda param: param.grad.mul_(0.5))
+halve_data = edit_each(lambda param: param.grad.data.mul_(0.5))
+replace_data = edit_each(lambda param: setattr(param.grad, "data", param.grad.data * 0.5))
+replace = edit_each(lambda param: setattr(param, "grad", param.grad * 0.5))
+add_noise = edit_each(
+    lambda param: setattr(param, "grad", param.grad.add_(torch.linspace(-1, 1, param.numel()).view_as(param)))
+)
 
 
 def give(params):
