@@ -13,13 +13,10 @@ from helpers import (
     Variant,
     assert_same_bits,
     make_batches,
-    scaled_backward,
     snapshot,
     torch_is_before,
 )
-from mastering import ADAM, HALF, LEVELS, MOMENTUM, SCALE, iterate, open_both, optimizer_bits
-
-# The trajectory
+from mastering import ADAM, HALF, LEVELS, MOMENTUM, iterate, open_both, optimizer_bits
 
 
 def test_the_variants_hold_every_class_of_torch_optim():
@@ -63,9 +60,6 @@ def test_master_params_works_without_initialize():
     assert [*map(id, amp.master_params(optimizer))] == [*map(id, model.parameters())]
 
 
-# Weights written by hand
-
-
 @LEVELS
 def test_a_weight_that_was_swapped_for_another_is_where_training_goes_on(level):
     model, optimizer, by_hand = open_both(level, MOMENTUM)
@@ -92,72 +86,6 @@ def test_a_write_that_leaves_no_trace_shows_in_the_state_dict_and_one_by_data_re
     asked.fill_(0.25)
     optimizer.step()
     assert next(amp.master_params(optimizer)).eq(0.25).all()
-
-
-class Heads(torch.nn.Module):
-    """Two weights of which each forward uses one."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = torch.nn.ParameterList(torch.ones(2).split(1))
-
-    def forward(self, batch, head):
-        return self.heads[head] * batch
-
-
-@LEVELS
-@pytest.mark.parametrize("run", [scaled_backward, lambda loss, _: loss.backward()], ids=["block", "plain"])
-def test_zeros_of_zero_grad_step_what_a_backward_does_not_use_as_in_float32(level, run):
-    weights = {}
-    for opt_level in ("O0", level):
-        model = Heads()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
-        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=1.0, verbosity=0)
-        for head in (0, 1, 0, 1):
-            optimizer.zero_grad(set_to_none=False)
-            run(model(torch.ones(1), head).sum(), optimizer)
-            optimizer.step()
-        weights[opt_level] = torch.stack(list(model.state_dict().values()))
-        amp.uninitialize()
-    assert torch.equal(weights[level], weights["O0"])
-
-
-CHANGE = {
-    "backward": lambda params, backward: backward(),
-    "backward in a graph": lambda params, backward: backward(create_graph=True),
-}
-
-
-@LEVELS
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE)
-@pytest.mark.parametrize("side", ["model", "optimizer"])
-@pytest.mark.parametrize("scale", [1.0, SCALE])
-@pytest.mark.parametrize("is_inside", [False, True], ids=["after the block", "in the block"])
-def test_what_changes_a_gradient_counts_as_in_float32(level, change, side, scale, is_inside):
-    weights, batch = {}, torch.tensor([[1.0, 2.0, 2.0]])
-    for opt_level in ("O0", level):
-        model = torch.nn.Linear(3, 1, bias=False)
-        torch.nn.init.ones_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
-        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=scale, verbosity=0)
-        params = list(model.parameters() if side == "model" else amp.master_params(optimizer))
-        for is_changed in (False, True, False):
-            factor = scale if is_inside else 1.0
-
-            def backward_again(model=model, factor=factor, **options):
-                (model(2 * batch).sum() * factor).backward(**options)
-
-            with amp.scale_loss(model(batch).sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-                if is_inside and is_changed:
-                    change(params, backward_again)
-            if is_changed and not is_inside:
-                change(params, backward_again)
-            optimizer.step()
-        weights[opt_level] = model.state_dict()["weight"].clone()
-        amp.uninitialize()
-    assert torch.equal(weights[level], weights["O0"])
 
 
 @LEVELS

@@ -27,12 +27,9 @@ from mastering import (
     iterate,
     open_both,
     optimizer_bits,
-    saved,
     train,
     train_plainly,
 )
-
-# What an optimizer brings along, and gets later
 
 
 @LEVELS
@@ -68,53 +65,6 @@ def test_a_group_that_is_taken_out_and_added_again_goes_on_from_its_state(level)
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
-@LEVELS
-@pytest.mark.parametrize(
-    "moment", ["before clearing", "before the block", "in the block", "before clipping", "before the step"]
-)
-def test_parameters_that_a_script_writes_into_a_group_are_stepped_by_their_masters(level, moment):
-    model, optimizer, by_hand = open_both(level, MOMENTUM)
-
-    def write(now):
-        if now == moment:
-            optimizer.param_groups[0]["params"] = list(model.parameters())
-
-    batches = make_batches(ADAM, 3)
-    for batch in batches:
-        backward(model, optimizer, batch)
-        write("before clearing")
-        optimizer.zero_grad()
-        write("before the block")
-        with amp.scale_loss(model(batch).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            write("in the block")
-        write("before clipping")
-        torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), 0.5)
-        write("before the step")
-        optimizer.step()
-        by_hand.optimizer.zero_grad()
-        by_hand.backward(batch)
-        torch.nn.utils.clip_grad_value_(by_hand.masters, 0.5)
-        by_hand.optimizer.step()
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-    assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
-
-
-@LEVELS
-def test_an_optimizer_is_saved_and_loaded_with_parameters_that_a_script_wrote_into_a_group(level):
-    model, optimizer, by_hand = open_both(level, ADAM)
-    batches = make_batches(ADAM, 3)
-    for batch in batches:
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-        state = saved(optimizer.state_dict())
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-        optimizer.load_state_dict(state)
-        iterate(model, optimizer, batch)
-    by_hand.train(batches)
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-    assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
-
-
 @shows("optimizers-frozen")
 @LEVELS
 def test_frozen_parameters_get_masters_and_stay_as_they_are(level):
@@ -128,21 +78,6 @@ def test_frozen_parameters_get_masters_and_stay_as_they_are(level):
     train(model, optimizer, make_batches(ADAM, 2))
     assert_same_bits([masters[0], model.state_dict()["first.weight"]], [frozen, frozen])
     assert model.first.weight.grad is None
-
-
-@shows("optimizers-frozen")
-@LEVELS
-def test_a_parameter_that_is_unfrozen_later_is_trained_from_its_float32_values(level):
-    model = Dense()
-    by_hand = ByHand(list(model.parameters()), ADAM, HALF[level])
-    model.first.weight.requires_grad_(False)
-    optimizer = ADAM(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
-    model.first.weight.requires_grad_(True)
-    batches = make_batches(ADAM, 2)
-    train(model, optimizer, batches)
-    by_hand.train(batches)
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
 class KeepsParams(torch.optim.Optimizer):
@@ -242,23 +177,6 @@ def test_two_optimizers_that_share_a_parameter_take_turns(level):
 
 
 @LEVELS
-def test_two_optimizers_that_share_a_parameter_both_step_one_gradient(level):
-    model, optimizers, by_hand = open_shared(level)
-    for scale, batch in zip((SCALE, 1.0, SCALE), make_batches(ADAM, 3), strict=True):
-        for optimizer in [*optimizers, *by_hand.others]:
-            optimizer.zero_grad()
-        if scale == 1.0:  # without a block
-            model(batch).square().mean().backward()
-        else:
-            backward(model, optimizers, batch)
-        by_hand.scale = scale
-        by_hand.backward(batch)
-        for optimizer in [*optimizers, *by_hand.others]:
-            optimizer.step()
-        assert_same_bits(amp.master_params(optimizers[0]), by_hand.masters)
-
-
-@LEVELS
 @pytest.mark.parametrize("names", [[0, 1], [0], [1]])
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_optimizers_that_share_a_parameter_step_what_was_delayed_unscaled(level, names, first):
@@ -274,9 +192,6 @@ def test_two_optimizers_that_share_a_parameter_step_what_was_delayed_unscaled(le
         optimizers[index].step()
         by_hand.others[index].step()
     assert_same_bits(amp.master_params(optimizers[0]), by_hand.masters)
-
-
-# The way back
 
 
 @shows("initialize-state-defect")
@@ -315,30 +230,6 @@ def test_state_is_taken_over_by_initialize_and_put_back_by_uninitialize_bit_for_
     train_plainly(model, optimizer, batches[2:])
     train_plainly(plain_model, plain_optimizer, batches[2:])
     assert_same_bits(model.parameters(), plain_model.parameters())
-
-
-@LEVELS
-def test_uninitialize_between_backward_and_step_keeps_the_unscaled_gradients(level):
-    model, optimizer, by_hand = open_both(level)
-    (batch,) = make_batches(ADAM, 1)
-    backward(model, optimizer, batch)
-    by_hand.backward(batch)
-    amp.uninitialize()
-    assert_same_bits(
-        [param.grad for param in model.parameters()], [master.grad for master in by_hand.masters]
-    )
-    optimizer.step()
-    by_hand.optimizer.step()
-    assert_same_bits(model.parameters(), by_hand.masters)
-
-
-@LEVELS
-def test_uninitialize_leaves_no_gradient_where_the_models_were_cleared(level):
-    model, optimizer, _ = open_both(level)
-    backward(model, optimizer, make_batches(ADAM, 1)[0])
-    model.zero_grad()
-    amp.uninitialize()
-    assert [param.grad for param in model.parameters()] == [None, None]
 
 
 @LEVELS
