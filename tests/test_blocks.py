@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 import ampatch as amp
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.scaler import LossScaler
+from ampatch.steps.scaler import LossScaler, Scale
 from apex_rows import shows
 from helpers import Scalar, scaled_backward, snapshot
 from stepping import (
@@ -95,18 +95,6 @@ def test_inside_the_graph_the_scale_is_that_of_the_block_and_gradients_of_inputs
     assert batch.grad.tolist() == [2.0 * SCALE] * 3
 
 
-# Several models, optimizers and losses
-
-
-@LEVELS
-def test_an_optimizer_that_is_named_twice_is_unscaled_once(level):
-    run = Beside(level)
-    for batch in BATCHES[:2]:
-        run_block(run.model, [run.optimizer, run.optimizer], batch)
-    run.step(BATCHES[0] + BATCHES[1])
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 2
-
-
 @LEVELS
 @pytest.mark.parametrize("factor", [1.0, INF], ids=["growth", "overflow"])
 def test_blocks_of_two_optimizers_can_be_nested(level, factor):
@@ -127,26 +115,28 @@ def test_blocks_of_two_optimizers_can_be_nested(level, factor):
     assert [amp.step_was_skipped(optimizer) for optimizer in optimizers] == [False, factor == INF]
 
 
-# Interrupted blocks
-
-
 class Interruption(BaseException):
     """As KeyboardInterrupt is, no Exception."""
 
 
+PLACES = [(Scale, "scale"), (LossScaler, "new_found_inf"), (AmpOptimizer, "unscale")]  # begin, end, end
+
+
 @LEVELS
 @pytest.mark.parametrize("error", [ValueError, Interruption])
-def test_a_block_that_raises_before_it_has_begun_leaves_the_gradients_as_they_were(level, error, monkeypatch):
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place[1])
+def test_a_block_whose_begin_or_end_raises_leaves_the_gradients_as_they_were(
+    level, place, error, monkeypatch
+):
     def fail(*_):
         raise error
 
     run = Beside(level, loss_scale=SCALE)
     run.run_block(BATCHES[0])
-    block = amp.scale_loss(run.model(BATCHES[1]).float().sum(), run.optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "__mul__", fail)  # as where memory runs out
+        patch.setattr(*place, fail)
         with pytest.raises(error):
-            block.__enter__()
+            run.run_block(BATCHES[1])
     assert snapshot(run.grad) == snapshot(BATCHES[0])
     run.run_block(BATCHES[2])
     run.step(BATCHES[0] + BATCHES[2])
@@ -168,25 +158,6 @@ def test_an_optimizer_that_is_refused_inside_its_other_block_holds_up_none_that_
         assert snapshot(param.grad) == snapshot(BATCHES[0])
 
 
-@LEVELS
-@pytest.mark.parametrize("place", [(LossScaler, "new_found_inf"), (AmpOptimizer, "unscale")])
-def test_a_block_whose_end_is_interrupted_leaves_the_gradients_as_they_were(level, place, monkeypatch):
-    def interrupt(*_):
-        raise Interruption
-
-    run = Beside(level, loss_scale=SCALE)
-    run.run_block(BATCHES[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(*place, interrupt)
-        with pytest.raises(Interruption):
-            run.run_block(BATCHES[1])
-    assert snapshot(run.grad) == snapshot(BATCHES[0])
-    run.run_block(BATCHES[2])
-    run.step(BATCHES[0] + BATCHES[2])
-
-
-# uninitialize inside of a block
-
 EVERY_KIND = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 OPTIMIZERS = pytest.mark.parametrize("variant", [MOMENTUM, FUSED_ADAM], ids=str)
 
@@ -207,24 +178,6 @@ def train_plainly(run, batches):
         run.oracle.grad = batch.clone()
         run.by_hand.step()
         assert snapshot(run.model.weight) == snapshot(run.oracle)
-
-
-@EVERY_KIND
-@OPTIMIZERS
-@pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
-def test_uninitialize_inside_a_block_leaves_what_plain_torch_has_there(level, variant, delay):
-    run = Beside(level, variant)
-    run.run_block(BATCHES[0])
-    run.step(BATCHES[0])
-    run.optimizer.zero_grad()
-    run.run_block(BATCHES[1])  # accumulates
-    uninitialize_in_block(run, BATCHES[2], delay_unscale=delay)
-    assert snapshot(run.model.weight.grad) == snapshot(BATCHES[1] + BATCHES[2])
-    run.optimizer.step()
-    run.oracle.grad = BATCHES[1] + BATCHES[2]
-    run.by_hand.step()
-    assert snapshot(run.model.weight) == snapshot(run.oracle)
-    train_plainly(run, BATCHES)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

@@ -23,7 +23,6 @@ from stepping import (
     BATCHES,
     DYNAMIC_LEVELS,
     FUSED_ADAM,
-    HALF,
     INF,
     LEVELS,
     MOMENTUM,
@@ -64,16 +63,6 @@ def test_a_first_step_that_is_skipped_leaves_no_trace_in_what_follows(variant, l
     losses = [run_iteration(model, optimizer, batch) for batch in batches]
     assert_same_bits(losses, expected)
     assert_same_bits(model.state_dict().values(), expected_weights.values())
-
-
-@LEVELS
-def test_a_static_scale_skips_nothing(level):
-    run = Beside(level, loss_scale=128.0)
-    run.run_block(factor=INF)
-    run.optimizer.step()
-    assert not amp.step_was_skipped(run.optimizer)
-    assert not next(amp.master_params(run.optimizer)).isfinite().all()
-    assert amp.get_loss_scale() == 128.0
 
 
 class Derived(torch.optim.Adam):
@@ -129,9 +118,6 @@ def test_a_step_with_a_closure_is_the_step_without_one(level, variant, way):
             run.step_by_hand(batch)
 
 
-# What is printed
-
-
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM], ids=str)
 def test_each_skipped_step_prints_one_line_with_scaler_and_new_scale(level, variant, capsys):
@@ -171,9 +157,6 @@ def test_several_overflows_before_one_step_print_one_line(variant, capsys):
     assert lines == [f"Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to {SCALE / 4}"]
 
 
-# Learning rates
-
-
 SCHEDULERS = {
     "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20),
     "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
@@ -204,24 +187,6 @@ def test_schedulers_change_the_rate_as_without_amp_and_never_warn(variant, level
         oracle.step()
         oracle_scheduler.step()
         assert optimizer.param_groups[0]["lr"] == oracle.param_groups[0]["lr"]
-
-
-# Closures
-
-
-@LEVELS
-def test_a_closure_that_raises_leaves_optimizer_and_casts_usable(level):
-    run = Beside(level)
-
-    def closure():
-        raise KeyError("data")
-
-    with pytest.raises(KeyError, match="data"):
-        run.optimizer.step(closure)
-    run.run_block()
-    run.step(BATCHES[0])
-    if level in ("O1", "O4"):
-        assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is HALF[level]
 
 
 @DYNAMIC_LEVELS
