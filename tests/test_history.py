@@ -18,7 +18,6 @@ from ampatch.steps.scaler import BackwardOutcome
 from ampatch.watching.alarms.history import MOST_UPDATES
 from ampatch.watching.alarms.watch import SLOTS, Judge
 from ampatch.watching.post_mortem import LastForward
-from benchmarks.syncs import count_reads
 from helpers import Scalar, scaled_backward
 from nets import EVERY_LEVEL, X
 from stepping import FUSED_MOMENTUM, INF, MOMENTUM
@@ -208,14 +207,6 @@ def test_losses_at_a_static_scale_are_known_when_somebody_asks(level):
     assert amp.history().skipped == 0
 
 
-def test_a_history_is_no_part_of_the_state(run):
-    run.step(INF)
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}})
-    run.step(1e-3)
-    assert [it.scale for it in amp.history()] == [2.0**16, 4.0]
-
-
 def test_a_history_begins_empty_with_each_session_and_stays_so_where_calls_are_disabled():
     with pytest.raises(amp.NotInitializedError):
         amp.history()
@@ -229,19 +220,6 @@ def test_a_history_begins_empty_with_each_session_and_stays_so_where_calls_are_d
 
 
 # ---- What it costs ----
-
-
-@pytest.mark.parametrize("level", ["O0", "O4"])
-def test_losses_at_a_static_scale_are_read_together(level):
-    run = Run(level)
-    run.step(*[1e-3] * SLOTS)
-    assert count_reads(lambda: run.step(*[1e-3] * (SLOTS - 1))) == 0
-    assert count_reads(lambda: run.step(1e-3)) == 1
-
-
-def test_what_a_step_reads_anyway_is_all_that_is_read(run):
-    run.step(1e-3)
-    assert count_reads(lambda: run.step(*[1e-3] * 20)) == 20
 
 
 # ---- The judge, against one that looks at all steps each time ----

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
 from benchmarks.syncs import count_reads
-from helpers import Scalar, scaled_backward
+from helpers import scaled_backward
 from ranks import fixture
 from stepping import FUSED_MOMENTUM, INF, MOMENTUM
 from test_history import Run
@@ -40,9 +40,6 @@ def by_hand(run, factors=FACTORS, loss_id=0):
 def named(found, loss_id=0):
     names = {"scale": f"amp/loss_scale/{loss_id}", "skipped": f"amp/skipped_steps/{loss_id}"}
     return [(step, {names[name]: value for name, value in values.items()}) for step, values in found]
-
-
-# ---- What is logged ----
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
@@ -84,19 +81,6 @@ def test_each_loss_of_each_call_has_its_own_curve_and_counts_its_own_steps():
     assert rows.of("skipped_steps", 2) == [(0, 0), (1, 1)]
 
 
-def test_a_loss_of_two_optimizers_is_logged_once_a_step():
-    models = [Scalar(), Scalar()]
-    optimizers = [MOMENTUM(model.parameters()) for model in models]
-    amp.initialize(models, optimizers, opt_level="O1", verbosity=0)
-    rows = Rows()
-    with amp.log_to(rows):
-        for _ in range(3):
-            scaled_backward(sum(model(torch.ones(3)).sum() for model in models) * INF, optimizers)
-            for optimizer in optimizers:
-                optimizer.step()
-    assert rows.of("skipped_steps") == [(0, 1), (1, 2), (2, 3)]
-
-
 def test_casts_of_the_session_are_logged_where_they_are_wanted():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,9 +98,6 @@ def test_casts_of_the_session_are_logged_where_they_are_wanted():
     assert [(made, reused) for (_, made), (_, reused) in found] == counts
     # Weight and bias are made half once, and the input at each of the two forwards.
     assert counts[0] == (4, 2)
-
-
-# ---- How long ----
 
 
 def test_a_log_ends_when_it_is_closed_and_tells_what_it_has_not_told_yet():
@@ -182,9 +163,6 @@ def test_what_cannot_work_is_refused(arguments, error, message):
     assert amp.observers() == ()
 
 
-# ---- What it costs ----
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
 @pytest.mark.parametrize("variant", [MOMENTUM, FUSED_MOMENTUM], ids=str)
 def test_a_log_reads_nothing_from_the_device_that_is_not_read_without_one(level, variant):
@@ -195,9 +173,6 @@ def test_a_log_reads_nothing_from_the_device_that_is_not_read_without_one(level,
     assert count_reads(lambda: run.step(*[1e-3] * 16)) == without
     run.step(1e-3)
     assert count_reads(log.close) <= 1
-
-
-# ---- Ranks ----
 
 
 def train_on_ranks():
