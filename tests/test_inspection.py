@@ -25,9 +25,6 @@ def run_block(model, optimizer, factor=1.0, **arguments):
     scaled_backward(loss, optimizer, **arguments)
 
 
-# ---- loss_scalers ----
-
-
 def test_the_scalers_are_numbered_as_in_the_state_dict():
     start(num_losses=2)
     start(loss_scale=8.0)
@@ -69,9 +66,6 @@ def test_did_overflow_tells_of_the_last_backward():
     assert seen == [False, False, True, False]
 
 
-# ---- update by hand ----
-
-
 @pytest.mark.parametrize("overflows", ["", "1", "0", "0100", "00001", "110", "0001000"])
 def test_updating_by_hand_follows_grad_scaler(overflows):
     config = amp.DynamicLossScale(init_scale=16.0, growth_interval=3)
@@ -110,9 +104,6 @@ def test_a_static_scale_is_not_updated_by_hand():
     assert scaler.get_scale() == 8.0
 
 
-# ---- master_pairs ----
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_pairs_hold_every_half_parameter_and_its_master(level):
     model, optimizer = start(level)
@@ -135,9 +126,6 @@ def test_an_optimizer_that_initialize_did_not_return_has_no_pairs_to_ask_for():
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(amp.AmpValueError, match="pass it to initialize first"):
         list(amp.master_pairs(stranger))
-
-
-# ---- allow_half_params ----
 
 
 def half_beside_float():

@@ -24,8 +24,6 @@ from nets import (
     train,
 )
 
-# ---- state_dict ----
-
 
 class WithExtraState(Net):
     def __init__(self):
@@ -130,9 +128,6 @@ def test_loading_by_assignment_is_refused_where_weights_were_cast(opt_level):
     assert_same_state(dict(model.state_dict()), before)
 
 
-# ---- Copies ----
-
-
 @shows("never-copies")
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_a_deep_copy_shows_its_own_weights(opt_level):
@@ -185,9 +180,6 @@ def test_a_pickled_model_does_not_switch_casts_off_or_on(duplicate):
     model = open_session(nn.Linear(3, 2), opt_level="O4")
     plain(X)
     assert model(X).dtype is torch.bfloat16
-
-
-# ---- What was changed after initialize ----
 
 
 def add_half_layer(model, optimizer):

@@ -36,8 +36,6 @@ def notebook(processes, tmp_path):
     return run
 
 
-# ---- Ctrl-C ----
-
 INTERRUPTED = """
 import signal
 import torch
@@ -120,8 +118,6 @@ def test_a_cell_that_is_interrupted_goes_on_where_it_was(notebook, level):
     """
     assert notebook(code, net=INTERRUPTED)[-1] == "done"
 
-
-# ---- Modules that are reloaded ----
 
 MODULE = """
 import ampatch as amp

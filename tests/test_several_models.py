@@ -24,8 +24,6 @@ from nets import (
     train,
 )
 
-# ---- Several models and calls ----
-
 
 @shows("never-casts-where-wanted")
 @pytest.mark.parametrize("order", ["O0 first", "O0 last"])
@@ -183,9 +181,6 @@ def test_a_model_moved_after_initialize_saves_trains_and_comes_back_as_one_that_
     assert_same_state(dict(model.state_dict()), clone_state(twin))
     assert {param.dtype for param in model.parameters()} == {FULL}
     assert model(X).dtype is FULL
-
-
-# ---- DistributedDataParallel ----
 
 
 def accumulate_and_step(wrap, opt_level):
