@@ -33,6 +33,7 @@ EVERY = pytest.mark.parametrize(
         named(FusedAdam, lr=0.05),
         named(FusedAdam, lr=0.05, bias_correction=False, weight_decay=0.1),
         named(FusedAdam, lr=0.05, max_grad_norm=1.0, amsgrad=True),
+        named(FusedAdam, lr=0.05, master_weights=True),
         named(FusedSGD, lr=0.05),
         named(FusedSGD, lr=0.05, momentum=0.9, weight_decay=0.1),
         named(FusedSGD, lr=0.05, momentum=0.9, weight_decay=0.1, wd_after_momentum=True),
