@@ -1,5 +1,6 @@
 """`ampatch check` reads a script and says which of the names of apex that it uses are provided."""
 
+import re
 import textwrap
 
 import pytest
@@ -81,22 +82,15 @@ def test_what_is_not_apex_is_not_listed(text, check):
     assert check(text) == ({}, {})
 
 
-def test_a_name_of_the_scripts_own_hides_that_of_apex(check):
-    _, missing = check("from apex import amp\ndef f(amp): amp.no_such\nfor amp in []: pass\n")
-    assert missing == {}
-
-
-def test_a_name_that_may_be_of_another_module_is_not_held_against_the_script(check):
-    provided, missing = check(
-        """
-        try:
-            from apex import amp
-        except ImportError:
-            from torch.cuda import amp
-        amp.autocast
-        amp.initialize
-        """
-    )
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from apex import amp\ndef f(amp): amp.no_such\nfor amp in []: pass",
+        "try: from apex import amp\nexcept ImportError: from torch.cuda import amp\namp.autocast",
+    ],
+)
+def test_a_name_that_may_be_of_another_module_is_not_held_against_the_script(text, check):
+    provided, missing = check(f"{text}\namp.initialize")
     assert INITIALIZE in provided
     assert missing == {}
 
@@ -250,23 +244,36 @@ def test_a_script_is_read_as_python_reads_it(source, tmp_path):
     assert [name.name for name in check_file(tmp_path / "train.py").names] == ["apex.amp"]
 
 
+PYTHON_2 = "this is Python 2: convert it by 2to3"
+
+
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "told"),
     [
-        (b"x = 1\nprint 'python 2'\n", "train.py', line 2: Missing parentheses in call to 'print'"),
+        (b"x = 1\nprint 'a'", f"', line 2: Missing parentheses in call to 'print'. Did .*; {PYTHON_2}"),
+        (b"raise ValueError, 'a'", PYTHON_2),
+        (b"x = 10L", PYTHON_2),
+        (b"if 1:\n\tx = 1\n        y = 1", "no Python 3 takes tabs and spaces mixed like this"),
+        (
+            b"<<<<<<< HEAD\nx = 1",
+            "expected a script that Python .* can parse: mend the line, or leave the file",
+        ),
         (b"name = '\xff'\n", "train.py'"),
         (b"x = '\0'\n", "train.py'"),
         (b"# coding: no-such\n", "train.py'"),
     ],
-    ids=["python-2", "no-utf-8", "null", "coding"],
+    ids=["print", "raise", "long", "tabs", "conflict", "no-utf-8", "null", "coding"],
 )
-def test_what_python_cannot_read_is_one_line_and_status_2(source, message, tmp_path, capsys):
+def test_what_python_cannot_read_is_one_line_that_says_what_it_is_and_status_2(
+    source, told, tmp_path, capsys
+):
     (tmp_path / "train.py").write_bytes(source)
     (tmp_path / "good.py").write_text("from apex import amp\n")
     assert status_of(tmp_path) == 2
     said = capsys.readouterr()
-    assert message in said.err
+    assert re.search(told, said.err)
     assert said.err.count("\n") == 1
+    assert ("Python 2:" in said.err) == ("Python 2:" in told)
     assert "apex.amp  provided" in said.out
 
 
@@ -320,25 +327,6 @@ def test_what_is_no_script_is_bad_input(name, told, tmp_path, capsys):
     (tmp_path / "train.ipynb").write_text('{"cells": []}')
     assert status_of(tmp_path / name) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        ("print 'a'", "this is Python 2: convert it by 2to3"),
-        ("raise ValueError, 'a'", "this is Python 2: convert it by 2to3"),
-        ("x = 10L", "this is Python 2: convert it by 2to3"),
-        ("if 1:\n\tx = 1\n        y = 1", "no Python 3 takes tabs and spaces mixed like this"),
-        ("<<<<<<< HEAD\nx = 1", "can parse: mend the line, or leave the file out"),
-    ],
-)
-def test_a_file_that_cannot_be_parsed_is_told_what_it_is(source, told, tmp_path, capsys):
-    (tmp_path / "train.py").write_text(source)
-    assert status_of(tmp_path / "train.py") == 2
-    said = capsys.readouterr().err
-    assert told in said
-    assert "for this Python" not in said
-    assert ("Python 2:" in said) == ("Python 2:" in told)
 
 
 def test_masks_that_another_file_makes_of_bytes_may_break(tmp_path, capsys):

@@ -200,32 +200,19 @@ def test_what_training_checkpoints_hold_is_loaded_as_pickle_has_it(protocol, mod
     assert models.ran == []
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_whole_model_of_the_script_and_its_optimizer_are_loaded(zipped, models):
-    model = models.Net()
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    whole = {"model": torch.nn.DataParallel(model), "optimizer": optimizer, "meter": models.Meter()}
-    with legacy():
-        loaded = torch.load(saved(whole, _use_new_zipfile_serialization=zipped))
-    x = torch.randn(3, 2)
-    assert torch.equal(loaded["model"].module(x), model(x))
-    assert loaded["model"].module.kind is models.Kind.B
-    assert str(loaded["optimizer"].state_dict()) == str(optimizer.state_dict())
-    assert loaded["meter"].average == 3.0
-
-
 @pytest.mark.parametrize("zipped", [True, False], ids=["today", "before 1.6"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_what_the_scripts_of_docs_scripts_save_is_loaded(zipped, models):
     net = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(2, 2)), models.Net())
     net.act, net.norm = torch.tanh, normalization.FusedLayerNorm(2)
     optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
     scaler = fp16_utils.DynamicLossScaler()
     scaler.update_scale(overflow=True)
     whole = {
-        "model": [net, torch.nn.CrossEntropyLoss()],  # waveglow, sha-rnn
+        "model": [torch.nn.DataParallel(net), torch.nn.CrossEntropyLoss()],  # waveglow, sha-rnn
+        "whole optimizer": optimizer,
         "features": [models.Meter()],  # BERT-NER
         "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1).state_dict(),
         "optimizer": {"loss_scaler": scaler, "fp32_from_fp16": [[torch.ones(2)]]},  # DALI, sparse_learning
@@ -235,8 +222,12 @@ def test_what_the_scripts_of_docs_scripts_save_is_loaded(zipped, models):
     with legacy():
         loaded = torch.load(saved(whole, _use_new_zipfile_serialization=zipped))
     x = torch.randn(3, 2)
-    assert torch.equal(loaded["model"][0](x), net(x))
-    assert loaded["model"][0].act(x).equal(x.tanh())
+    model = loaded["model"][0].module
+    assert torch.equal(model(x), net(x))
+    assert model[1].kind is models.Kind.B
+    assert model.act(x).equal(x.tanh())
+    assert str(loaded["whole optimizer"].state_dict()) == str(optimizer.state_dict())
+    assert loaded["features"][0].average == 3.0
     assert loaded["optimizer"]["loss_scaler"].loss_scale == scaler.loss_scale
     for name in ("scheduler", "args", "metrics"):
         assert loaded[name] == whole[name]
