@@ -163,30 +163,23 @@ def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
     assert bad[-2:] == ["last.weight", "last.bias"]
 
 
-class KeptBytes:
-    """Counts the bytes that a forward keeps for its backward, but for those of parameters."""
-
-    def __init__(self, net):
-        self.of_parameters = {param.untyped_storage().data_ptr() for param in net.parameters()}
-        self.count, self.seen = 0, set()
-
-    def keep(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.of_parameters | self.seen:
-            self.seen.add(storage.data_ptr())
-            self.count += storage.nbytes()
-        return tensor
-
-
 def bytes_kept(level):
+    """Counts the bytes that a forward keeps for its backward, but for those of parameters."""
     net = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    kept = KeptBytes(net)
-    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+    storages = {}
+
+    def keep(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         net(torch.ones(64, 64))
+    for param in net.parameters():
+        storages.pop(param.untyped_storage().data_ptr(), None)
     ampatch.uninitialize()
-    return kept.count
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @shows("never-why-o2")

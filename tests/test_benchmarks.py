@@ -16,7 +16,6 @@ import ampatch as amp
 from benchmarks import __main__ as command
 from benchmarks import (
     goals,
-    micro,
     opening,
     report,
     series,
@@ -161,13 +160,6 @@ def test_a_goal_is_met_up_to_its_limit(o4, is_met):
     (verdict,) = goals.judge([compare_steps(autocast=(1.0, 2.0, 1.0), O4=(o4, 2 * o4, 5.0))])
     assert verdict.is_met is is_met
     assert verdict.describe()["median"] == o4
-
-
-def added(by_hand, autocast, o4):
-    """What two contenders add to the time of a call."""
-    times = {"by hand": Series(by_hand), "autocast": Series(autocast), "O4": Series(o4)}
-    bases = ("by hand", "autocast")
-    return Comparison("micro", micro.LINEAR, "whole", "us", BF16, times, bases).less("by hand", "added")
 
 
 # ---- The command ----

@@ -136,14 +136,8 @@ class Wrapper:
     def __init__(self, optim):
         self.optim = optim
 
-    param_groups = property(lambda self: self.optim.param_groups)
-    state = property(lambda self: self.optim.state)
-
-    def state_dict(self):
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state):
-        self.optim.load_state_dict(state)
+    def __getattr__(self, name):
+        return getattr(self.optim, name)
 
     def step(self, closure=None):
         for group in self.param_groups:

@@ -99,43 +99,19 @@ def test_a_mixed_module_has_a_weight(kind):
 # Types
 
 
-@HALF
-@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])
-def test_half_input_with_float32_weights_gives_half(kind, half):
-    layer, x = make(kind), batch(half)
-    found = run(layer, x)
-    wide = x.detach().float().requires_grad_()
-    expected = plain(layer)(wide).to(half)
-    assert_same_bits(found[:1], [expected])
-    assert [grad.dtype for grad in found[1:]] == [half] + [torch.float32] * len(list(layer.parameters()))
-
-
 @shows("companions-normalization")
-@HALF
-@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
-def test_mixed_modules_give_the_type_of_their_weight(kind, half):
-    layer, x = make(kind), batch(half)
-    assert_same_bits([layer(x)], [plain(layer)(x.float())])
-    lower = make(kind).to(half)
-    out = lower(batch())
-    assert out.dtype is half
-
-
-@shows("companions-normalization")
+@pytest.mark.parametrize("weight_dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @KINDS
-def test_one_type_is_computed_by_torch(kind, dtype):
-    layer, x = make(kind).to(dtype), batch(dtype)
-    assert_same_bits(run(layer, x), run(plain(layer).to(dtype), x))
-
-
-@HALF
-@KINDS
-def test_half_weights_with_float32_input(kind, half):
-    layer, x = make(kind).to(half), batch()
-    expected = plain(copy.deepcopy(layer).float())(x)
-    dtype = half if "Mixed" in kind.__name__ else torch.float32
-    assert_same_bits([layer(x)], [expected.to(dtype)])
+def test_types_are_computed_by_torch_and_where_they_are_mixed_in_float32(kind, dtype, weight_dtype):
+    layer, x = make(kind).to(weight_dtype), batch(dtype)
+    found = run(layer, x)
+    if dtype is weight_dtype:
+        assert_same_bits(found, run(plain(layer).to(dtype), x))
+        return
+    expected = plain(layer)(x.float()).to(weight_dtype if kind.__name__.startswith("Mixed") else dtype)
+    assert_same_bits(found[:1], [expected])
+    assert [grad.dtype for grad in found[1:]] == [dtype, *(param.dtype for param in layer.parameters())]
 
 
 @KINDS
