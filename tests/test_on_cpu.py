@@ -103,29 +103,6 @@ def test_torch_has_no_float16_kernel_of_the_module(name):
 # ---- Functions ----
 
 
-# A CPU has a bfloat16 kernel of rrelu.
-RUN_IN_FLOAT32 = [
-    (level, name)
-    for level in LEVELS
-    for name in sorted(HERE & set(FUNCTIONS))
-    if not (level == "O4" and name.endswith("rrelu"))
-]
-
-
-@pytest.mark.parametrize(("opt_level", "name"), RUN_IN_FLOAT32)
-def test_a_function_of_a_half_cpu_tensor_runs_in_float32(opt_level, name):
-    function, shape = FUNCTIONS[name]
-    x = torch.rand(shape).to(LEVELS[opt_level])
-    expected = function(x.float())
-    open_session(opt_level=opt_level)
-    x.requires_grad_()
-    found = function(x)
-    assert found.dtype is FULL
-    assert torch.equal(found, expected)
-    found.sum().backward()
-    assert x.grad.dtype is LEVELS[opt_level]
-
-
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_an_op_in_place_writes_its_half_input(opt_level):
     open_session(opt_level=opt_level)
@@ -133,15 +110,6 @@ def test_an_op_in_place_writes_its_half_input(opt_level):
     y = F.rrelu(x, 0.25, 0.25, inplace=True)
     assert y is x
     assert torch.equal(x, torch.full_like(x, -0.25))
-
-
-@pytest.mark.parametrize("opt_level", LEVELS)
-@pytest.mark.parametrize("place", [torch, torch.linalg, torch.Tensor], ids=["torch", "linalg", "Tensor"])
-def test_the_exponential_of_a_half_matrix_is_that_in_float32(place, opt_level):
-    x = (torch.rand(3, 3) / 4).to(LEVELS[opt_level])
-    expected = torch.matrix_exp(x.float())
-    open_session(opt_level=opt_level)
-    assert torch.equal(place.matrix_exp(x), expected)
 
 
 def test_the_input_may_be_a_keyword():

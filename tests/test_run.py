@@ -146,39 +146,23 @@ def test_help_is_ours_before_the_script_and_the_scripts_after_it(run):
 # ---- Processes that the script starts ----
 
 SPAWN = """
+import multiprocessing
 import sys
 import torch
-import torch.multiprocessing as multiprocessing
 from apex import amp
 
 
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return opt_level(), sys.argv[1:]
-
-
-def opt_level():
+def work(queue):
     model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    return amp._amp_state.opt_properties.opt_level
-
-
-def work(rank, queue):
-    queue.put(Data()[0])
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    queue.put((amp._amp_state.opt_properties.opt_level, sys.argv[1:]))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "spawn":
-        queue = multiprocessing.get_context("spawn").SimpleQueue()
-        multiprocessing.spawn(work, args=(queue,))
-        print(queue.get())
-    else:
-        options = {"num_workers": 1, "multiprocessing_context": sys.argv[1]}
-        print(*map(tuple, torch.utils.data.DataLoader(Data(), None, **options)))
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.SimpleQueue()
+    context.Process(target=work, args=(queue,)).start()
+    print(queue.get())
 """
 
 
@@ -191,8 +175,8 @@ def test_a_program_that_installs_apex_in_its_main_part_has_it_in_its_children(pr
     text = SPAWN.replace("from apex import amp\n", "").replace(
         "    model =", "    from apex import amp\n    model ="
     )
-    install = "    import ampatch.apex\n    ampatch.apex.install(opt_level='O5')\n    if sys.argv"
-    (tmp_path / "train.py").write_text(text.replace("    if sys.argv", install))
+    install = "    import ampatch.apex\n    ampatch.apex.install(opt_level='O5')\n    context ="
+    (tmp_path / "train.py").write_text(text.replace("    context =", install))
     file = str(tmp_path / "train.py")
     start = f"import runpy; sys.argv = ['train.py', 'spawn']; runpy.run_path({file!r}, run_name='__main__')"
     ended = processes.run(start, tmp_path)
