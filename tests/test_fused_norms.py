@@ -1,8 +1,5 @@
 """FusedLayerNorm and FusedRMSNorm: torch's normalizations, whatever types input and weights have."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -77,14 +74,6 @@ def test_a_module_is_one_of_torch_with_the_arguments_of_apex(kind):
     x = torch.randn(2, 4, FEATURES)
     assert_same_bits([layer(x)], [plain(layer)(x)])
     assert kind(FEATURES).eps == 1e-5
-
-
-@KINDS
-def test_copies_and_pickles_work(kind):
-    layer, x = make(kind), batch()
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert type(other) is kind
-        assert_same_bits(run(other, x), run(layer, x))
 
 
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
@@ -182,30 +171,15 @@ class Net(nn.Module):
         return self.out(self.hidden)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@KINDS
-def test_a_model_computes_what_it_does_with_modules_of_torch(kind, level):
-    nets = [Net(kind) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    nets[1].norm = plain(nets[0].norm)
-    amp.initialize(nets, opt_level=level, verbosity=0)
-    x = torch.randn(4, FEATURES)
-    outputs = [net(x) for net in nets]
-    for out in outputs:
-        out.float().sum().backward()
-    assert_same_bits([outputs[0], nets[0].hidden], [outputs[1], nets[1].hidden])
-    grads = [[param.grad for param in net.parameters()] for net in nets]
-    assert_same_bits(*grads)
-
-
 @pytest.mark.parametrize("level", ["O1", "O4"])
 @KINDS
 def test_patched_functions_make_it_float32(kind, level):
     layer = make(kind)
+    torchs = plain(layer)
     amp.initialize(layer, opt_level=level, verbosity=0)
     x = torch.randn(2, FEATURES).to(torch.float16 if level == "O1" else torch.bfloat16)
-    found, expected = layer(x), F.layer_norm(x, (FEATURES,))
-    assert found.dtype is expected.dtype is torch.float32
+    assert layer(x).dtype is torch.float32
+    assert_same_bits(run(layer, x.requires_grad_()), run(torchs, x))
     with amp.disable_casts():
         assert layer(x).dtype is (torch.float32 if "Mixed" in kind.__name__ else x.dtype)
 

@@ -196,17 +196,6 @@ def test_under_o1_nothing_is_cast():
     assert buffer.tolist() == [0]
 
 
-def test_a_half_weight_written_at_o2_reaches_its_master():
-    model = torch.nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
-    amp_C.multi_tensor_scale(1, flag(), [[torch.tensor([[2.0, 4.0]])], [model.weight]], 1.0)
-    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert model.weight.tolist() == [[1.5, 3.5]]
-
-
 # Norms
 
 
