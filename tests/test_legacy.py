@@ -19,6 +19,7 @@ from importlib import metadata
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import ampatch as amp
 from ampatch.__main__ import main
@@ -136,6 +137,10 @@ SNIPPETS = {
     "q *= n of x.chunk(k)": (
         "import torch\nx = torch.ones(4, requires_grad=True)\nq, k = (x + 0).chunk(2)\nq *= 2  # here\n"
         "(q.sum() + k.sum()).backward()\nassert x.grad.tolist() == [2, 2, 1, 1]"
+    ),
+    "torch.full(size, 1)": (
+        "import torch\nreal = 1\nlabel = torch.full((2,), real)  # here\n"
+        "torch.nn.BCEWithLogitsLoss()(torch.ones(2), label)"
     ),
     "ids.clamp_(0, size)": (
         "import torch\nids, size = torch.tensor([1.5, 5]).long(), torch.tensor(3.0)\nids.clamp_(0, size - 1)"
@@ -331,6 +336,12 @@ def test_other_ways_of_saying_it_are_found(find, text, name):
     assert [(found, lines) for found, _, lines in find(text)] == [(name, (2,))]
 
 
+def test_all_windows_that_scipy_moved_are_found(find):
+    moved = ("bartlett", "blackman", "flattop", "gaussian", "hamming", "hann", "kaiser", "parzen")
+    text = "from scipy import signal\nwindows = [" + ", ".join(f"signal.{name}" for name in moved) + "]"
+    assert {found for found, _, _ in find(text)} == {f"scipy.signal.{name}" for name in moved}
+
+
 @pytest.mark.parametrize(("version", "is_found"), [("0.9.2", False), ("0.10.0", True), ("0.11.0rc1", True)])
 def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, caplog):
     monkeypatch.setattr(metadata, "version", {"librosa": version}.__getitem__)
@@ -368,6 +379,8 @@ def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, 
         "ids = x.long()\nids.clamp_(0, x.size(1) - 1)\nx.clamp_(0.0, 1.0)\nids.clamp_(max=5)",
         "import torch\nif torch.version.cuda is not None: pass\nprint(torch.version.cuda)",
         "import subprocess\nsubprocess.run([python, script, '--local_rank=0'])",
+        "import torch\ntorch.full((2,), 1.0), torch.full((2,), 1, dtype=x.dtype)",
+        "import torch\npad = 3\ntorch.full((2,), pad)",
     ],
 )
 def test_what_runs_today_is_not_listed(find, text):
@@ -482,6 +495,35 @@ def test_masks_of_bytes_choose_what_is_set_while_functions_are_patched(name, opt
     amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=opt_level, verbosity=0)
     with legacy():
         assert MASKING[name](x.clone()).tolist() == [0, 1, 0]
+
+
+BINARY_LOSSES = {
+    "probabilities": lambda x, label: F.binary_cross_entropy(x.float().sigmoid(), label),
+    "logits": F.binary_cross_entropy_with_logits,
+    "module": lambda x, label: torch.nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))(x, label),
+    "named": lambda x, label: torch.binary_cross_entropy_with_logits(input=x, target=label).mean(),
+}
+
+
+@pytest.mark.parametrize("opt_level", [None, "O1", "O4", "O5"])
+@pytest.mark.parametrize("loss", BINARY_LOSSES.values(), ids=[*BINARY_LOSSES])
+def test_binary_losses_take_labels_that_full_made_integers(loss, opt_level):
+    model = torch.nn.Linear(3, 3)
+    x = torch.tensor([0.5, -0.5, 2.0], requires_grad=True)
+    expected = F.binary_cross_entropy_with_logits(x, torch.ones(3))
+    if opt_level:
+        amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=opt_level, verbosity=0)
+    with legacy():
+        computed = loss(x, torch.full((3,), 1))
+        computed.backward()
+    torch.testing.assert_close(computed, expected)
+    assert x.grad.dtype is torch.float32
+
+
+def test_an_error_of_a_binary_loss_that_is_not_about_integers_has_no_such_cause():
+    with pytest.raises(ValueError, match="Target size") as raised:
+        F.binary_cross_entropy_with_logits(torch.ones(3), torch.ones(2))
+    assert find_cause(raised.value) is None
 
 
 @pytest.mark.parametrize("limit", [2.7, np.float32(2.7), torch.tensor(2.7)], ids=["float", "numpy", "tensor"])

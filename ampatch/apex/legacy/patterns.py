@@ -71,8 +71,10 @@ def read_alone(tree: ast.Module) -> Names:
 
 def find_cause(error: Exception) -> Old | None:
     """Returns the row of what `--legacy` would have mended, None if the error is of something else."""
-    causes = [row for row in ROWS if row.error and row.error in str(error)]
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = traceback.extract_tb(error.__traceback__)
+    said = f"{error} in {frames[-1].name}" if frames else str(error)
+    causes = [row for row in ROWS if row.error and re.search(row.error, said)]
+    places = [(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
     for path, line in reversed(places):
@@ -271,6 +273,9 @@ def calls(node: ast.Call, names: Names) -> Iterator[Old]:
         case ast.Call(keywords=words) if {*functions} & {"torch.optim.Adam", "torch.optim.AdamW"}:
             if any(ast.unparse(word).startswith("betas=(0,") for word in words):
                 yield rows.BETAS
+        case ast.Call(args=[_, value]) if {*functions} == {"torch.full"} and not passed & {"dtype", "out"}:
+            if {repr(getattr(each, "value", None)) for each in names.values(value)} & {"0", "1"}:
+                yield rows.LABELS  # another number is an index, or padding
         case ast.Call(args=[sampled, _]) if {*functions} == {"random.sample"}:
             if any(isinstance(v, ast.Set) or last_name(v) == "set" for v in names.values(sampled)):
                 yield rows.SAMPLE

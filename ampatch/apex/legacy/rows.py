@@ -20,7 +20,8 @@ class Old:
     `since` is the first version that does not take it, and may say until which. `new` is the dotted name
     of what `ampatch run --legacy` puts in the place of a name, with a colon after that of a module;
     `mends` says that it mends the pattern.
-    `error` are words of the error, for what dies in lines that do not show it.
+    `error` is a pattern of the error and of the function that raised it, for what dies in lines that do
+    not show it.
     """
 
     name: str
@@ -189,7 +190,10 @@ TORCH = (
     Old("torch.cuda.amp.GradScaler", "torch 2.4", 'torch.amp.GradScaler("cuda")', status=WARNS),
     Old("torch.cuda.amp.autocast", "torch 2.4", 'torch.autocast("cuda")', status=WARNS),
 )
-WINDOWS = "gaussian hann hamming blackman kaiser tukey triang boxcar"
+WINDOWS = """
+    gaussian general_gaussian hann hamming blackman blackmanharris nuttall bartlett barthann bohman boxcar
+    triang parzen flattop kaiser tukey cosine chebwin exponential
+"""
 METRICS = """
     compare_psnr peak_signal_noise_ratio  compare_mse mean_squared_error  compare_nrmse normalized_root_mse
 """
@@ -255,6 +259,12 @@ FROM_ONE = perhaps("1 - mask", "torch 1.2", "~mask, if it is a tensor", error="w
 NEGATED = perhaps("-mask", "torch 1.2", "~mask, if it is a tensor", error="on a bool tensor is")
 INVERTED = perhaps("~x.byte()", "torch 1.2", "~x.bool(), as ~1 of bytes is 254, which masks as well")
 MASK = perhaps("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", error="supports boolean masks")
+LABELS = perhaps(
+    "torch.full(size, 1)",
+    "torch 1.7",
+    "1.0, if binary_cross_entropy takes it, as it makes integers",
+    error="type Long .*in binary_cross_entropy",
+)
 CLAMP = perhaps(
     "ids.clamp_(0, size)",
     "torch 1.11",
@@ -318,13 +328,28 @@ COLORS = perhaps(
     'prop_cycle.by_key()["color"]',
     "matplotlib 3.11",
     "matplotlib.colors.to_hex(color)",
-    error="int() can't convert non-string with explicit base",
+    error=r"int\(\) can't convert non-string with explicit base",
 )
 YAML = mended("yaml.load(file)", "PyYAML 6", "yaml.safe_load")
 
 # In the order in which `ampatch check` shows them.
 PATTERNS = (
-    *(ASYNC, NUMBER, NEXT, VIEW, FROM_ONE, NEGATED, INVERTED, MASK, CLAMP, LOAD, VARIABLE, PART, DIVISION),
+    *(
+        ASYNC,
+        NUMBER,
+        NEXT,
+        VIEW,
+        FROM_ONE,
+        NEGATED,
+        INVERTED,
+        MASK,
+        LABELS,
+        CLAMP,
+        LOAD,
+        VARIABLE,
+        PART,
+        DIVISION,
+    ),
     *(FROM_STRING, RAGGED, COPY, NUMPY_LOAD, SAMPLE, LIBROSA, COLORS, VERBOSE, SAMPLER, BETAS, RANK, PORT),
     *(FFT, STFT, RETAIN, FUNCTION, YAML, VOLATILE, EARLY_STEP, PRETRAINED, CUDA),
 )

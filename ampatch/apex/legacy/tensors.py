@@ -6,10 +6,12 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ampatch.apex.legacy import rows
@@ -37,9 +39,12 @@ STFT, ISTFT = (torch.functional.stft, Tensor.stft), (torch.functional.istft, Ten
 # What limits in place, where float limits of integers were cut.
 CLAMPS = (Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_, Tensor.clip_, torch.clamp_, torch.clip_)
 CLAMPS += (torch.clamp_min_, torch.clamp_max_)
+# Losses whose labels have to be floats; losses of other kinds take integers, too.
+BINARY = (functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits)
+BINARY += (torch.binary_cross_entropy_with_logits,)
 INTEGRAL = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 CHANGED = frozenset(
-    {*MASKS, *SPLITS, *IN_PLACE, *WITH_BOOLS, *STFT, *ISTFT, *CLAMPS}
+    {*MASKS, *SPLITS, *IN_PLACE, *WITH_BOOLS, *STFT, *ISTFT, *CLAMPS, *BINARY}
     | {Tensor.__getitem__, Tensor.__invert__, Tensor.view}
 )
 
@@ -74,6 +79,8 @@ class LegacyMode(TorchFunctionMode):
             self._notices.warn(rows.PART)
         if original in CLAMPS and args and is_integral(args[0]):
             args, named = self._with_whole_limits(args, named)
+        if original in BINARY:
+            args, named = self._with_float_labels(args, named)
         if original is Tensor.view and not args[0].is_contiguous():
             return self._view(*args, **named)
         if original in STFT and named.get("return_complex") is None and not args[0].is_complex():
@@ -86,15 +93,20 @@ class LegacyMode(TorchFunctionMode):
 
     def _with_masks(self, place: int, name: str, args: tuple, kwargs: Mapping) -> tuple[tuple, Mapping]:
         """Returns arguments with a mask in the place of one of bytes, or of several in an index."""
-        mask = args[place] if place < len(args) else kwargs.get(name)
+        mask = argument(args, kwargs, place, name)
         if not any(map(is_byte, parts_of(mask))):
             return args, kwargs
         self._notices.warn(rows.MASK)
         masks = tuple(each.bool() if is_byte(each) else each for each in parts_of(mask))
-        mask = masks if isinstance(mask, tuple) else masks[0]
-        if place < len(args):
-            return (*args[:place], mask, *args[place + 1 :]), kwargs
-        return args, {**kwargs, name: mask}
+        return replaced(args, kwargs, place, name, masks if isinstance(mask, tuple) else masks[0])
+
+    def _with_float_labels(self, args: tuple, kwargs: Mapping) -> tuple[tuple, Mapping]:
+        """Returns arguments of a loss with float labels, where torch.full made integers of them."""
+        labels = argument(args, kwargs, 1, "target")
+        if not is_integral(labels):
+            return args, kwargs
+        self._notices.warn(rows.LABELS)
+        return replaced(args, kwargs, 1, "target", labels.float())
 
     def _with_whole_limits(self, args: tuple, kwargs: Mapping) -> tuple[tuple, Mapping]:
         """Returns arguments with integers in the place of float limits, which torch used to cut."""
@@ -128,7 +140,19 @@ def original_of(func: Callable) -> Callable:
     return func
 
 
-def is_integral(value: object) -> bool:
+def argument(args: tuple, kwargs: Mapping, place: int, name: str) -> object:
+    """Returns the argument that has this place, or this name."""
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+def replaced(args: tuple, kwargs: Mapping, place: int, name: str, value: object) -> tuple[tuple, Mapping]:
+    """Returns the arguments with another value for one of them."""
+    if place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
+def is_integral(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype in INTEGRAL
 
 
