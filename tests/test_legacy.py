@@ -138,6 +138,10 @@ SNIPPETS = {
         "import torch\nx = torch.ones(4, requires_grad=True)\nq, k = (x + 0).chunk(2)\nq *= 2  # here\n"
         "(q.sum() + k.sum()).backward()\nassert x.grad.tolist() == [2, 2, 1, 1]"
     ),
+    "out[:, 0::2] = value": (
+        "import torch\nout = torch.nn.Embedding(2, 2).weight\nout[:, 0] = torch.ones(2)  # here\n"
+        "out.detach_()\nassert out[:, 0].tolist() == [1, 1] and not out.requires_grad"
+    ),
     "torch.full(size, 1)": (
         "import torch\nreal = 1\nlabel = torch.full((2,), real)  # here\n"
         "torch.nn.BCEWithLogitsLoss()(torch.ones(2), label)"
@@ -380,6 +384,7 @@ def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, 
         "import torch\nif torch.version.cuda is not None: pass\nprint(torch.version.cuda)",
         "import subprocess\nsubprocess.run([python, script, '--local_rank=0'])",
         "import torch\ntorch.full((2,), 1.0), torch.full((2,), 1, dtype=x.dtype)",
+        "def f(out, x):\n    out[0] = x\n    x.detach_()\ndef g(out, x):\n    out.detach_()\n    out[0] = x",
         "import torch\npad = 3\ntorch.full((2,), pad)",
     ],
 )
@@ -518,6 +523,17 @@ def test_binary_losses_take_labels_that_full_made_integers(loss, opt_level):
         computed.backward()
     torch.testing.assert_close(computed, expected)
     assert x.grad.dtype is torch.float32
+
+
+def test_what_is_written_into_a_leaf_keeps_no_graph_and_the_leaf_trains():
+    weight = torch.zeros(2, 2, requires_grad=True)
+    with legacy():
+        weight[0] = torch.ones(2)
+        weight[1, 1] = 3
+        weight.square().sum().backward()
+        with pytest.raises(RuntimeError, match="view of a leaf"):  # a gradient would be lost
+            weight[0] = torch.ones(2, requires_grad=True)
+    assert weight.grad.tolist() == [[2, 2], [0, 6]]
 
 
 def test_an_error_of_a_binary_loss_that_is_not_about_integers_has_no_such_cause():

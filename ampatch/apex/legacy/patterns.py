@@ -93,6 +93,7 @@ def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[OldLi
     for node in ast.walk(tree):
         for row in patterns(node, names):
             lines[row].append(node.lineno)
+        lines[rows.LEAF] += [write.lineno for write in writes_into_leaves(node)]
         lines[rows.SAMPLER] += [call.lineno for call in sampler_calls(node, names)]
         if isinstance(node, ast.Constant) and node.value == "LOCAL_RANK":  # which it reads as well, then
             lines.pop(rows.RANK, None)
@@ -364,6 +365,18 @@ def sampler_calls(node: ast.AST, names: Names) -> Iterator[ast.Call]:
             match call:
                 case ast.Call(ast.Attribute(ast.Call(of), "__init__"), [_]) if last_name(of) == "super":
                     yield call
+
+
+def writes_into_leaves(node: ast.AST) -> Iterator[ast.Assign]:
+    """Yields the assignments into tensors whose history the same block clears afterwards."""
+    body = getattr(node, "body", ())
+    detached: set[str] = set()
+    for statement in reversed(body if isinstance(body, list) else ()):
+        match statement:
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "detach_"))):
+                detached.add(name)
+            case ast.Assign([ast.Subscript(ast.Name(name))]) if name in detached:
+                yield statement
 
 
 def is_early_step(node: ast.For, names: Names) -> bool:

@@ -259,6 +259,7 @@ FROM_ONE = perhaps("1 - mask", "torch 1.2", "~mask, if it is a tensor", error="w
 NEGATED = perhaps("-mask", "torch 1.2", "~mask, if it is a tensor", error="on a bool tensor is")
 INVERTED = perhaps("~x.byte()", "torch 1.2", "~x.bool(), as ~1 of bytes is 254, which masks as well")
 MASK = perhaps("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", error="supports boolean masks")
+LEAF = perhaps("out[:, 0::2] = value", "torch 1.8", "out.data[:, 0::2], if it is a parameter")
 LABELS = perhaps(
     "torch.full(size, 1)",
     "torch 1.7",

@@ -73,6 +73,10 @@ class LegacyMode(TorchFunctionMode):
             return 1 - args[0]
         if original in MASKS:
             args, named = self._with_masks(*MASKS[original], args, named)
+        if original is Tensor.__setitem__ and is_written_leaf(*args):
+            self._notices.warn(rows.LEAF)
+            with torch.no_grad():
+                return func(*args, **named)
         if original in SPLITS and args:
             return split_apart(func(*args, **named), *args, **named)
         if original in IN_PLACE and hasattr(args[0], IS_PART):
@@ -159,6 +163,12 @@ def is_integral(value: object) -> TypeGuard[Tensor]:
 def is_first_of_none(tensor: Tensor, index: object) -> bool:
     """Whether the first element is taken of a tensor that is one number."""
     return tensor.dim() == 0 and index == 0 and isinstance(index, int) and not isinstance(index, bool)
+
+
+def is_written_leaf(tensor: Tensor, index: object, value: object) -> bool:
+    """Whether a parameter is written into, in a line that no gradient flows through."""
+    is_plain = not (isinstance(value, Tensor) and value.requires_grad)
+    return is_plain and tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def is_bool(value: object) -> bool:
