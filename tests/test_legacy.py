@@ -340,6 +340,16 @@ def test_other_ways_of_saying_it_are_found(find, text, name):
     assert [(found, lines) for found, _, lines in find(text)] == [(name, (2,))]
 
 
+@pytest.mark.parametrize(
+    "call", ["model.to(device)", "torch.ones(3, device=device)", "torch.load('x', device, weights_only=True)"]
+)
+def test_a_device_that_has_a_name_is_found_where_it_is_always_a_gpu(find, call):
+    gpu = "device = 'cuda'\ntrain(device)\ndef train(device): pass"
+    assert find(f"import torch\n{gpu}\n{call}") == [("CUDA", "needs CUDA", (5,))]
+    either = "device = 'cuda'\nif not torch.cuda.is_available():\n    device = 'cpu'"
+    assert find(f"import torch\n{either}\n{call}") == []
+
+
 def test_all_windows_that_scipy_moved_are_found(find):
     moved = ("bartlett", "blackman", "flattop", "gaussian", "hamming", "hann", "kaiser", "parzen")
     text = "from scipy import signal\nwindows = [" + ", ".join(f"signal.{name}" for name in moved) + "]"

@@ -287,7 +287,7 @@ def calls(node: ast.Call, names: Names) -> Iterator[Old]:
         RANK.match(f"--{str(option).lstrip('-')}") for option in options
     ):
         yield rows.RANK
-    if needs_cuda(node, functions):
+    if needs_cuda(node, names, functions):
         yield rows.CUDA
     yield from calls_by_type(node, names, functions)
     yield from calls_of_arrays(node, names, functions)
@@ -398,12 +398,21 @@ def is_whole(limit: ast.expr) -> bool:
     return is_number or re.search(r"\.size\(|\.shape|\blen\(|\bint\(|\.long\(", text) is not None
 
 
-def needs_cuda(node: ast.Call, functions: Iterable[str | None]) -> bool:
+def needs_cuda(node: ast.Call, names: Names, functions: Iterable[str | None]) -> bool:
     """Whether a call needs a GPU: `.cuda()`, a device or backend by name, types and streams."""
-    values = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
+    is_of_torch = last_name(node) == "to" or any((each or "").startswith("torch.") for each in functions)
+    arguments = (*node.args, *(word.value for word in node.keywords))
     return (
-        any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in values)
+        any(is_gpu(each, names) for each in arguments if is_of_torch or isinstance(each, ast.Constant))
         or (last_name(node) in ("int", "float") and ast.unparse(node).endswith("(torch.version.cuda)"))
         or any(re.fullmatch(CUDA, name or "") for name in functions)
         or (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda")
+    )
+
+
+def is_gpu(node: ast.expr, names: Names) -> bool:
+    """Whether an expression names a GPU, or what its ranks speak by; a variable, if it names nothing else."""
+    values = [getattr(each, "value", "") for each in names.values(node) if each is not None]
+    return bool(values) and all(
+        isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in values
     )
