@@ -86,16 +86,8 @@ def train(model, optimizer, steps=range(4), forward=None):
 
 
 def names_in_float8(model):
-    return [
-        name for name, part in model.named_modules() if isinstance(part, float8.float8_linear.Float8Linear)
-    ]
-
-
-def to_torchao(model, recipe, names):
-    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True)
-    return float8.convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda _, name: name in names
-    )
+    kind = float8.float8_linear.Float8Linear
+    return [name for name, part in model.named_modules() if isinstance(part, kind)]
 
 
 # ---- Beside torchao alone ----
@@ -103,14 +95,14 @@ def to_torchao(model, recipe, names):
 
 def train_by_torchao(model, recipe, names):
     """What torchao computes by itself: the layers are its own, and only the rest is cast, by O4."""
-    model = to_torchao(model, recipe, names)
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
     for name in names:
         layer = model.get_submodule(name)
         # It leaves the input's type to autocast, which on a CPU it does not ask, and its emulated product
         # calls torch.mm, which O4 would cast.
         layer.forward = amp.disable_casts()(lambda x, run=layer.forward: run(x.to(torch.bfloat16)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    model, optimizer = open_model(model, "O4")
     losses = []
     for step in range(4):
         loss = loss_of(model(batch_of(model, step)))
@@ -139,15 +131,6 @@ def test_trains_to_the_bits_of_torchao_alone(build, names, recipe):
     assert all(map(torch.equal, other.state_dict().values(), weights.values()))
 
 
-def test_is_not_the_arithmetic_of_bfloat16():
-    model, optimizer = open_model(make_mlp())
-    losses = train(model, optimizer)
-    amp.uninitialize()
-    others = train(*open_model(make_mlp(), "O4"))
-    assert losses != others
-    assert losses == pytest.approx(others, rel=0.05)
-
-
 # ---- Which layers ----
 
 
@@ -160,6 +143,7 @@ def with_forward(layer):
     return layer
 
 
+OWN = "not a plain torch.nn.Linear"
 REASONS = [
     (lambda: nn.Linear(16, LARGE), "tensorwise", {}, ""),
     (lambda: nn.Linear(16, 1024), "tensorwise", {}, "too small to gain: more than 1024 out or 4096 in"),
@@ -172,14 +156,9 @@ REASONS = [
     (lambda: nn.Linear(16, 32), "tensorwise", {"float8_layers": "0"}, ""),
     (lambda: nn.Linear(16, LARGE), "tensorwise", {"keep_fp32": "0"}, "keep_fp32 names it"),
     (lambda: nn.Linear(16, LARGE).double(), "tensorwise", {}, "its weight is torch.float64"),
-    (lambda: Own(16, LARGE), "tensorwise", {}, "not a plain torch.nn.Linear"),
-    (lambda: with_forward(nn.Linear(16, LARGE)), "tensorwise", {}, "not a plain torch.nn.Linear"),
-    (
-        lambda: parametrizations.weight_norm(nn.Linear(16, LARGE)),
-        "tensorwise",
-        {},
-        "not a plain torch.nn.Linear",
-    ),
+    (lambda: Own(16, LARGE), "tensorwise", {}, OWN),
+    (lambda: with_forward(nn.Linear(16, LARGE)), "tensorwise", {}, OWN),
+    (lambda: parametrizations.weight_norm(nn.Linear(16, LARGE)), "tensorwise", {}, OWN),
 ]
 
 
@@ -212,21 +191,11 @@ def test_the_last_layer_and_one_tied_to_an_embedding_stay_unless_they_are_asked_
     assert names_in_float8(decoder) == []
 
 
-def test_attention_that_reads_a_weight_without_calling_its_layer_stays():
-    model = nn.Sequential(nn.MultiheadAttention(LARGE, 2), nn.Linear(16, 16))
+def test_attention_that_reads_a_weight_without_calling_its_layer_stays_and_a_layer_is_named_once():
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(nn.MultiheadAttention(LARGE, 2), shared, nn.ModuleList([shared]))
     assert "0.out_proj (1040 -> 1040): not in float8" in str(amp.explain(model))
-
-
-def test_explain_of_linear_says_that_large_layers_differ():
-    rows = {effect.opt_level: effect for effect in amp.explain("F.linear").names[0].effects()}
-    assert "float8 in large nn.Linear" in rows["O6"].because
-    assert rows["O6"].float32 == rows["O4"].float32 == "bfloat16"
-
-
-def test_a_model_without_large_layers_is_told_to_be_O4(caplog):
-    open_model(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), verbosity=1)
-    assert "no linear layer computes in float8" in caplog.text
-    assert "0 (16 -> 16): not in float8: too small to gain" in caplog.text
+    assert len(amp.explain(model).layers) == 2
 
 
 def test_what_explain_says_is_true_of_layers_that_initialize_did_not_choose():
@@ -244,8 +213,10 @@ def test_a_later_call_leaves_layers_in_float8_as_they_are():
     before = [vars(part).copy() for part in model]
     odd = make_mlp()
     odd[2].config = {"mine": 1}
-    with pytest.raises(amp.AmpValueError, match="attribute 'config' of its own"):
+    untouched = shape_of(odd)
+    with pytest.raises(amp.AmpValueError, match=r"attribute 'config' of its own.*keep_fp32"):
         amp.initialize([model, odd], opt_level="O6", verbosity=0)
+    assert shape_of(odd) == untouched
     with pytest.raises(amp.AmpValueError, match="another float8_recipe by an earlier initialize"):
         open_model(model, float8_recipe="rowwise")
     assert names_in_float8(model) == ["0", "2"]
@@ -255,19 +226,20 @@ def test_a_later_call_leaves_layers_in_float8_as_they_are():
     assert "0 (16 -> 1040): not in float8: keep_fp32" in str(amp.explain(model))
 
 
-def test_a_layer_that_is_asked_for_and_cannot_be_is_told(caplog):
-    open_model(nn.Sequential(nn.Linear(16, 17), nn.Linear(17, 16)), float8_layers=["0"], verbosity=1)
-    told = "float8_layers names layers that cannot be in float8: 0 (16 -> 17): not in float8: its sizes"
-    assert told in caplog.text
+SAID = [
+    ((16, LARGE, 16), {}, "1 of 2 linear layers compute in float8; emulated (AMPATCH_FLOAT8_EMULATE), which"),
+    ((16, LARGE, 16), {"float8_recipe": "rowwise"}, ", float8_recipe=rowwise (not tensorwise); "),
+    ((16, 16, 16), {}, "no linear layer computes in float8, so this is O4 (0 (16 -> 16): not in float8: too"),
+    ((16, 17, 16), {"float8_layers": ["0"]}, "cannot be in float8: 0 (16 -> 17): not in float8: its sizes"),
+]
 
 
-def test_the_banner_counts_the_layers_and_says_that_they_are_emulated(capsys):
-    open_model(make_mlp(), verbosity=1)
-    out = capsys.readouterr().out
-    assert "2 of 3 linear layers compute in float8; emulated (AMPATCH_FLOAT8_EMULATE), which is slow" in out
-    amp.uninitialize()
-    open_model(make_mlp(), verbosity=1, float8_recipe="rowwise")
-    assert ", float8_recipe=rowwise (not tensorwise); " in capsys.readouterr().out
+@pytest.mark.parametrize(("sizes", "options", "said"), SAID, ids=["some", "recipe", "none", "asked for"])
+def test_initialize_says_how_many_layers_are_in_float8_and_why_others_are_not(
+    sizes, options, said, capsys, caplog
+):
+    open_model(nn.Sequential(*map(nn.Linear, sizes, sizes[1:])), verbosity=1, **options)
+    assert said in capsys.readouterr().out + caplog.text
 
 
 # ---- The way back ----
@@ -346,15 +318,6 @@ def test_undo_is_exact_over_random_programs(first):
         run_random(seed)
 
 
-def test_an_attribute_of_the_name_of_one_of_torchaos_is_refused_and_nothing_has_changed():
-    model = make_mlp()
-    model[2].config = {"mine": 1}
-    before = shape_of(model)
-    with pytest.raises(amp.AmpValueError, match=r"attribute 'config' of its own.*keep_fp32"):
-        open_model(model)
-    assert shape_of(model) == before
-
-
 def test_what_is_put_on_top_of_a_layer_stays_when_it_is_a_linear_layer_again():
     model, _ = open_model(make_mlp())
     parametrizations.orthogonal(model[2])
@@ -407,16 +370,6 @@ def test_a_model_that_was_pickled_as_a_whole_computes_the_same():
     assert torch.equal(other(x), model(x))
 
 
-def test_checkpointed_layers_have_the_same_gradients():
-    grads = []
-    for forward in (lambda model, x: model(x), lambda model, x: checkpoint(model, x, use_reentrant=False)):
-        model, optimizer = open_model(make_mlp())
-        scaled_backward(loss_of(forward(model, batch_of(model, 0))), optimizer)
-        grads.append([param.grad for param in model.parameters()])
-        amp.uninitialize()
-    assert all(map(torch.equal, *grads))
-
-
 def test_a_compiled_model_is_one_graph_and_trains_alike():
     model, optimizer = open_model(make_mlp())
     expected = train(model, optimizer)
@@ -460,10 +413,11 @@ def backward_from(output):
 
 # What runs at O4 with these layers, and that torchao alone cannot do.
 USES = {
+    "checkpointed": lambda model: backward_from(checkpoint(model, torch.ones(2, 16), use_reentrant=False)),
     "a gradient of a gradient": penalize,
     "gradients of samples": grads_of_samples,
     "forward-mode": lambda model: torch.func.jvp(model, (torch.ones(2, 16),), (torch.ones(2, 16),))[1],
-    "no rows": lambda model: backward_from(model(torch.ones(0, 16))),
+    "no rows": lambda model: backward_from(model[0](torch.ones(0, 16))),
     "a hessian of one row": lambda model: torch.autograd.functional.hessian(
         lambda x: model(x).float().sum(), torch.ones(16)
     ),
@@ -477,7 +431,8 @@ USES = {
     ).values(),
     "fx": lambda model: torch.fx.symbolic_trace(model)(torch.ones(2, 16)),
     "script": lambda model: torch.jit.script(model)(torch.ones(2, 16)),
-    "export": lambda model: export(model, torch.ones(2, 16))(torch.ones(2, 16)),
+    "export": lambda model: export(model[0], torch.ones(2, 16))(torch.ones(2, 16)),
+    "vmap": lambda model: torch.func.vmap(model[0])(torch.ones(2, 2, 16)),
     "inference": torch.inference_mode()(lambda model: model(torch.ones(2, 16))),
 }
 
@@ -490,21 +445,7 @@ def test_a_use_that_O4_knows_works_at_O6_and_is_near(use):
         model, _ = open_model(make_mlp(), level)
         results.append(USES[use](model))
         amp.uninitialize()
-    torch.testing.assert_close(results[1].float(), results[0].float(), rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda layer: layer(torch.ones(0, 16)),
-        lambda layer: torch.func.vmap(layer)(torch.ones(2, 2, 16)),
-        lambda layer: export(layer, torch.ones(2, 16))(torch.ones(2, 16)),
-    ],
-    ids=["no rows", "vmap", "export"],
-)
-def test_where_a_layer_is_not_in_float8_it_computes_as_at_O4(call):
-    model, _ = open_model(make_mlp())
-    assert call(model[0]).dtype is torch.bfloat16
+    torch.testing.assert_close(results[1], results[0], rtol=0.1, atol=0.1)  # of the same type
 
 
 def train_on_ranks(wrapper):
@@ -541,9 +482,8 @@ def test_a_device_without_float8_is_refused_unless_products_are_emulated(monkeyp
     monkeypatch.delenv("AMPATCH_FLOAT8_EMULATE")
     model = make_mlp()
     before = shape_of(model)
-    with pytest.raises(
-        amp.AmpValueError, match=r"a cpu has no float8 products.*O4.*AMPATCH_FLOAT8_EMULATE=1"
-    ):
+    message = r"a cpu has no float8 products.*O4.*AMPATCH_FLOAT8_EMULATE=1"
+    with pytest.raises(amp.AmpValueError, match=message):
         open_model(model)
     assert shape_of(model) == before
     assert "a cpu has no float8" in amp.OPT_LEVELS["O6"].find_lack()
@@ -568,26 +508,17 @@ def test_a_gpu_is_asked_for_its_capability(monkeypatch, recipe, capability, mess
     assert policy.find_lack() == message
 
 
-def test_a_layer_that_is_used_twice_is_explained_once():
-    shared = nn.Linear(16, 16)
-    assert len(amp.explain(nn.Sequential(shared, nn.ModuleList([shared]), nn.Linear(16, 2))).layers) == 2
+REFUSED = [
+    ("O4", {"float8_recipe": "rowwise"}, "float8_recipe='rowwise' contradicts O4: use opt_level='O6'"),
+    ("O5", {"float8_layers": ["0"]}, "float8_layers contradicts O5: use opt_level='O6'"),
+    ("O6", {"float8_recipe": "delayed"}, "float8_recipe='delayed': expected one of 'tensorwise', 'rowwise'"),
+    ("O6", {"float8_layers": ["9"]}, "float8_layers: '9' matches no module"),
+    ("O6", {"patch_torch_functions": False}, "patch_torch_functions=False contradicts O6"),
+    ("O6", {"master_weights": True}, "master_weights=True contradicts O6"),
+]
 
 
-@pytest.mark.parametrize(
-    ("level", "options", "message"),
-    [
-        ("O4", {"float8_recipe": "rowwise"}, "float8_recipe='rowwise' contradicts O4: use opt_level='O6'"),
-        ("O5", {"float8_layers": ["0"]}, "float8_layers contradicts O5: use opt_level='O6'"),
-        (
-            "O6",
-            {"float8_recipe": "delayed"},
-            "float8_recipe='delayed': expected one of 'tensorwise', 'rowwise'",
-        ),
-        ("O6", {"float8_layers": ["9"]}, "float8_layers: '9' matches no module"),
-        ("O6", {"patch_torch_functions": False}, "patch_torch_functions=False contradicts O6"),
-        ("O6", {"master_weights": True}, "master_weights=True contradicts O6"),
-    ],
-)
+@pytest.mark.parametrize(("level", "options", "message"), REFUSED)
 def test_arguments_that_contradict_the_level_are_refused(level, options, message):
     with pytest.raises(amp.AmpValueError, match=message):
         open_model(make_mlp(), level, **options)
@@ -604,14 +535,12 @@ def test_another_level_on_the_command_line_takes_no_options_of_float8_from_the_s
 def test_a_missing_torchao_and_one_that_does_not_fit_are_told(monkeypatch):
     monkeypatch.delitem(sys.modules, "ampatch.models.float8_linear", raising=False)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(
-        amp.AmpError, match=r"cannot use torchao 0.* with torch .*: expected torchao 0.18 with torch 2.11"
-    ):
+    message = r"cannot use torchao 0.* with torch .*: expected torchao 0.18 with torch 2.11"
+    with pytest.raises(amp.AmpError, match=message):
         open_model(make_mlp())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        amp.AmpError, match=r"needs torchao, which is not installed: pip install 'ampatch\[float8\]'"
-    ):
+    message = r"needs torchao, which is not installed: pip install 'ampatch\[float8\]'"
+    with pytest.raises(amp.AmpError, match=message):
         open_model(make_mlp())
 
 
@@ -630,7 +559,7 @@ def test_an_input_that_does_not_fit_raises_what_it_raises_at_O4(shape):
 def test_a_loss_of_float16_takes_a_dynamic_scale():
     model, optimizer = open_model(make_mlp(), dtype=torch.float16)
     assert amp.get_loss_scale() == 2.0**16
-    assert model(batch_of(model, 0)).dtype is torch.float16
+    assert model[0](batch_of(model, 0)).dtype is torch.float16
     first, *_, last = train(model, optimizer, steps=[0] * 8)
     assert last < first
 
