@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import importlib
 import inspect
 import textwrap
@@ -56,19 +57,19 @@ def imported_names(path, *, of_types=False):
                 yield from ((node.module, alias.name) for alias in node.names)
 
 
-def imported_modules(path, *, of_types=False):
-    """The modules of ours that a file imports."""
-    found = set()
-    for module, name in imported_names(path, of_types=of_types):
-        whole = f"{module}.{name}"
-        found.add(whole if whole in NAMES or whole == "ampatch.lists" else module)
+@functools.cache
+def all_imports(*, of_types=False):
+    """The modules of ours that each one imports."""
+    found = {name: set() for name in NAMES}
+    for importer, path in NAMES.items():
+        for module, name in imported_names(path, of_types=of_types):
+            whole = f"{module}.{name}"
+            found[importer].add(whole if whole in NAMES or whole == "ampatch.lists" else module)
     return found
 
 
-@functools.cache
-def all_imports():
-    """What each module of ours imports."""
-    return {name: imported_modules(path) for name, path in NAMES.items()}
+def assert_no_circle(graph):
+    graphlib.TopologicalSorter(graph).prepare()  # which raises, and names the circle
 
 
 # ---- Who imports whom ----
@@ -114,47 +115,19 @@ def test_the_picture_of_the_rooms_is_whole():
     assert found == ARROWS  # an arrow that nothing needs any more goes from the picture
 
 
-def test_the_arrows_lead_one_way():
-    def reach(name, seen):
-        for other in ARROWS.get(name, ()):
-            assert other not in seen, f"{other} -> ... -> {name} -> {other}"
-            reach(other, {*seen, other})
-
-    for name in ARROWS:
-        reach(name, {name})
-
-
-def test_no_two_modules_import_each_other():
-    def reach(name):
-        found, waiting = set(), {name}
-        while waiting:
-            new = all_imports().get(waiting.pop(), set()) - found
-            found |= new
-            waiting |= new
-        return found
-
-    assert [name for name in NAMES if name in reach(name)] == []
-
-
 ENGINE = ("levels", "casts", "steps", "patching", "models", "session", "watching")
 
 
-def test_no_two_files_of_the_engine_know_each_other_not_even_by_types():
-    files = {name: path for name, path in NAMES.items() if room(name) in ENGINE}
-    known = {name: imported_modules(path, of_types=True) for name, path in files.items()}
-    while True:
-        leaves = [name for name, others in known.items() if not others & known.keys()]
-        if not leaves:
-            break
-        for name in leaves:
-            del known[name]
-    assert list(known) == []
+def test_arrows_and_imports_lead_one_way_and_those_of_types_in_the_engine_as_well():
+    assert_no_circle(ARROWS)
+    assert_no_circle(all_imports())
+    imports = {name: them for name, them in all_imports(of_types=True).items() if room(name) in ENGINE}
+    assert_no_circle({name: them & imports.keys() for name, them in imports.items()})
 
 
 def test_the_engine_names_no_listener():
-    for name, path in NAMES.items():
-        if room(name) in ENGINE[:-1]:
-            assert not [other for other in imported_modules(path, of_types=True) if room(other) == "watching"]
+    for name, imports in all_imports(of_types=True).items():
+        assert room(name) not in ENGINE[:-1] or "watching" not in map(room, imports), name
 
 
 def test_the_lists_import_the_table_alone():
@@ -194,20 +167,17 @@ def test_fifteen_entries_are_the_most_at_the_front_door():
     assert len([one for one in ROOT.iterdir() if one.name not in beside]) <= 15
 
 
-def test_every_public_name_is_there_once_and_sorted_by_nothing_private():
-    assert len(set(amp.__all__)) == len(amp.__all__)
-    assert [name for name in amp.__all__ if name.startswith("_") or not hasattr(amp, name)] == []
-
-
 def test_a_script_may_import_amp_from_the_package_as_from_apex():
     from ampatch import amp as imported
 
     assert imported is amp
 
 
-def test_what_the_package_imports_is_public():
+def test_what_the_package_imports_is_public_and_named_once():
     imported = {name for _, name in imported_names(FRONT)} - {"listen"}  # which is called there
     assert imported == set(amp.__all__) - {"diagnose", "sweep"}  # which are imported when asked for
+    assert len(set(amp.__all__)) == len(amp.__all__)
+    assert [name for name in amp.__all__ if name.startswith("_") or not hasattr(amp, name)] == []
 
 
 # ---- What a file looks like ----
@@ -229,15 +199,11 @@ def of_every_file(check):
 
 
 @of_every_file
-def test_the_first_line_of_a_file_is_a_sentence(path):
+def test_the_first_line_of_a_file_is_a_sentence_and_it_is_shorter_than_600_lines(path):
     line = (ast.get_docstring(tree(path)) or "").split("\n")[0]
     assert line[:1].isupper() or line.startswith("`")
     assert line.endswith(".")
     assert len(line.split()) >= 4
-
-
-@of_every_file
-def test_a_file_is_shorter_than_600_lines(path):
     assert len(path.read_text().splitlines()) < 600
 
 
@@ -250,37 +216,27 @@ def test_a_name_is_that_of_one_class():
     assert {name for name in names if names.count(name) > 1} == NAMED_TWICE_BY_OTHERS
 
 
-def functions(path):
-    return nodes(path, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 def code_length(function):
     """The lines of a function without its docstring."""
-    length = function.end_lineno - function.lineno + 1
     first = function.body[0]
-    if ast.get_docstring(function) is not None:
-        length -= first.end_lineno - first.lineno + 1
-    return length
+    documented = 0 if ast.get_docstring(function) is None else first.end_lineno - first.lineno + 1
+    return function.end_lineno - function.lineno + 1 - documented
+
+
+def depth(node, inside=0):
+    """How many ifs are nested; `elif` is an `if` in `orelse`, on the same level."""
+    below = inside + isinstance(node, ast.If)
+    rest = getattr(node, "orelse", [])
+    flat = rest if isinstance(node, ast.If) and [type(one) for one in rest] == [ast.If] else []
+    children = [depth(one, inside if one in flat else below) for one in ast.iter_child_nodes(node)]
+    return max([below, *children])
 
 
 @of_every_file
-def test_a_function_is_at_most_45_lines_long(path):
-    assert {f.name: code_length(f) for f in functions(path) if code_length(f) > 45} == {}
-
-
-@of_every_file
-def test_ifs_are_nested_at_most_twice(path):
-    def depth(node, inside=0):
-        children = list(ast.iter_child_nodes(node))
-        if isinstance(node, ast.If):
-            # `elif` is an `if` in `orelse`, on the same level.
-            is_elif = len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If)
-            below = [depth(child, inside + 1) for child in node.body]
-            below += [depth(child, inside if is_elif else inside + 1) for child in node.orelse]
-            return max([inside + 1, *below])
-        return max([inside, *(depth(child, inside) for child in children)])
-
-    assert {f.name: depth(f) for f in functions(path) if depth(f) > 2} == {}
+def test_a_function_is_at_most_45_lines_long_with_ifs_nested_at_most_twice(path):
+    functions = nodes(path, ast.FunctionDef, ast.AsyncFunctionDef)
+    assert {one.name: code_length(one) for one in functions if code_length(one) > 45} == {}
+    assert {one.name: depth(one) for one in functions if depth(one) > 2} == {}
 
 
 def is_documented(item):
@@ -298,17 +254,14 @@ def says_all(function):
 
 def undocumented(module):
     """Names the public functions, classes, methods and properties of a module without a docstring."""
-    own = [
-        (name, item)
-        for name, item in vars(module).items()
-        if not name.startswith("_") and getattr(item, "__module__", None) == module.__name__
-    ]
-    for name, item in own:
+    for name, item in vars(module).items():
+        if name.startswith("_") or getattr(item, "__module__", None) != module.__name__:
+            continue
         if inspect.isclass(item):
             yield from (f"{name}.{method}" for method in undocumented_methods(item))
-        if (inspect.isclass(item) and not item.__doc__) or (
-            inspect.isfunction(item) and not is_documented(item) and not says_all(item)
-        ):
+            if not item.__doc__:
+                yield name
+        elif inspect.isfunction(item) and not (is_documented(item) or says_all(item)):
             yield name
 
 
@@ -318,11 +271,8 @@ def undocumented_methods(cls):
         is_ours = inspect.isfunction(method) or isinstance(method, property)
         if name.startswith("_") or not is_ours:
             continue
-        if (
-            not is_documented(method)
-            and not any(is_documented(vars(base).get(name)) for base in cls.__mro__[1:] if name in vars(base))
-            and not says_all(method)
-        ):
+        inherited = [vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)]
+        if not (any(map(is_documented, [method, *inherited])) or says_all(method)):
             yield name
 
 
@@ -333,9 +283,8 @@ def test_everything_public_has_a_docstring():
 
 
 def test_a_docstring_begins_with_one_line_that_ends_with_a_full_stop():
-    for name in amp.__all__:
-        if name != "OPT_LEVELS":
-            assert inspect.getdoc(getattr(amp, name)).split("\n")[0].endswith("."), name
+    for name in set(amp.__all__) - {"OPT_LEVELS"}:
+        assert inspect.getdoc(getattr(amp, name)).split("\n")[0].endswith("."), name
 
 
 # `maybe_print` of _amp_state.py prints what a script tells it to.
@@ -400,28 +349,18 @@ NAMED_BY_APEX = {"apex/amp/handle.py": {"handle"}}  # what scripts import has th
 
 
 @of_every_file
-def test_names_are_of_the_field(path):
+def test_names_are_of_the_field_and_no_type_is_any(path):
     names = [node.name for node in nodes(path, ast.FunctionDef, ast.ClassDef)]
     words = {word for name in [path.stem, *names] for word in name.lower().split("_")}
     assert words & VAGUE == NAMED_BY_APEX.get(path.relative_to(ROOT).as_posix(), set())
-
-
-@of_every_file
-def test_no_type_is_any(path):
-    names = {node.id for node in nodes(path, ast.Name)}
-    assert "Any" not in names
+    assert "Any" not in {node.id for node in nodes(path, ast.Name)}
 
 
 def test_every_public_function_says_all_its_types():
-    bare = []
-    for name in amp.__all__:
-        function = getattr(amp, name)
-        if inspect.isfunction(function):
-            signature = inspect.signature(function)
-            kinds = [parameter.annotation for parameter in signature.parameters.values()]
-            if inspect.Signature.empty in (*kinds, signature.return_annotation):
-                bare.append(name)
-    assert bare == []
+    for function in filter(inspect.isfunction, (getattr(amp, name) for name in amp.__all__)):
+        signature = inspect.signature(function)
+        kinds = [parameter.annotation for parameter in signature.parameters.values()]
+        assert inspect.Signature.empty not in (*kinds, signature.return_annotation), function
 
 
 def test_every_error_is_an_amp_error():
