@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -61,9 +61,9 @@ def assert_equal(found, expected):
 
 
 class Mlp(nn.Module):
-    def __init__(self):
+    def __init__(self, width=6):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, 4)
 
     def forward(self, x):
         return self.second(self.first(x).relu())
@@ -71,18 +71,8 @@ class Mlp(nn.Module):
 
 class Tied(Mlp):
     def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        super().__init__(4)
         self.first.weight = self.second.weight
-
-
-class Conv(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.out = nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.out(torch.relu(self.norm(self.conv(x[:, None]))).flatten(1))
 
 
 class Attention(nn.Module):
@@ -98,30 +88,35 @@ class Attention(nn.Module):
         return scores @ v + F.layer_norm(x, [4])
 
 
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=4, dropout=0.0, batch_first=True)
-
+class Checkpointed(Attention):
     def forward(self, x):
-        return self.layer(x[None])[0]
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(4, 4), nn.Linear(4, 4)
+def conv():
+    layers = nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 4)
+    return nn.Sequential(nn.Unflatten(1, (1, 4)), *layers)
 
-    def forward(self, x):
-        return self.out(self.cell(x))
+
+def transformer():
+    return nn.TransformerEncoderLayer(4, 2, dim_feedforward=4, dropout=0.0)
+
+
+def recurrent():
+    return nn.Sequential(nn.GRUCell(4, 4), nn.Linear(4, 4))
+
+
+def open_training(level, make=Mlp, **kwargs):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = sgd(model)
+    open_session(model, level, optimizers=optimizer, **kwargs)
+    return model, optimizer
 
 
 def train(make, level, compile=None, *, compile_step=None, compile_all=None, steps=3):
     """Trains a model, compiled by `compile`, and returns its weights and its last output."""
-    torch.manual_seed(0)
-    model, x = make(), full(6, 4)
-    optimizer = sgd(model)
-    open_session(model, level, optimizers=optimizer)
+    (model, optimizer), x = open_training(level, make), full(6, 4)
     called = compile(model) if compile else model
     step = compile_step(optimizer.step) if compile_step else optimizer.step
 
@@ -170,13 +165,8 @@ def test_a_compiled_model_trains_to_the_same_bits(level, way):
     assert_equal(train(Mlp, level, compile), train(Mlp, level, plain))
 
 
-class Checkpointed(Attention):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 @pytest.mark.parametrize("level", ["O2", "O4"])
-@pytest.mark.parametrize("make", [Conv, Attention, Transformer, Recurrent, Checkpointed])
+@pytest.mark.parametrize("make", [conv, Attention, transformer, recurrent, Checkpointed])
 def test_models_of_every_kind_train_to_the_same_bits(make, level):
     assert_equal(train(make, level, compiled), train(Attention if make is Checkpointed else make, level))
 
@@ -203,11 +193,9 @@ def test_inductor_compiles_casts():
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
 def test_ten_training_steps_compile_a_model_once(level):
-    counter = CompileCounterWithBackend("eager")
-    model = Mlp()
-    optimizer = sgd(model)
-    open_session(model, level, optimizers=optimizer)
-    called = torch.compile(model, backend=counter, fullgraph=True)
+    counter = CompileCounter()
+    model, optimizer = open_training(level)
+    called = compiled(model, counter)
     for step in range(10):
         with amp.scale_loss(called(full(6, 4)).float().square().mean(), optimizer) as scaled:
             (scaled * (float("inf") if step == 3 else 1)).backward()
@@ -220,21 +208,12 @@ def test_ten_training_steps_compile_a_model_once(level):
 
 # What torch 2.13 itself warns of while it compiles these: the names of ours and of its own that it does not
 # trace, torch.jit in modules that it imports, and gradients of the tensors that it looks at.
-TELLS = [
+@pytest.mark.filterwarnings(
     "ignore:Dynamo does not know how to trace the builtin:UserWarning",
     "ignore:Graph break due to unsupported builtin sys._getframe:UserWarning",  # torch 2.6
     "ignore:.*torch.jit.script.* is deprecated",
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning",
-]
-
-
-def torch_tells(test):
-    for line in TELLS:
-        test = pytest.mark.filterwarnings(line)(test)
-    return test
-
-
-@torch_tells
+)
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("part", ["compile_step", "compile_all"])
 def test_a_compiled_step_breaks_the_graph_and_is_right(part, level):
@@ -254,10 +233,7 @@ def test_forward_backward_and_scale_loss_are_one_graph_that_is_compiled_once(lev
         return loss.detach()
 
     def train(iterate):
-        torch.manual_seed(0)
-        model = Mlp()
-        optimizer = sgd(model)
-        open_session(model, level, optimizers=optimizer, loss_scale=1.0)
+        model, optimizer = open_training(level, loss_scale=1.0)
         losses = []
         for _ in range(5):
             losses.append(iterate(model, optimizer))
@@ -268,7 +244,7 @@ def test_forward_backward_and_scale_loss_are_one_graph_that_is_compiled_once(lev
 
     counter = CompileCounter()
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        found = train(torch.compile(iterate, backend=counter, fullgraph=True))
+        found = train(compiled(iterate, counter))
     assert_equal(found, train(iterate))
     assert counter.frame_count == 1
 
@@ -276,33 +252,23 @@ def test_forward_backward_and_scale_loss_are_one_graph_that_is_compiled_once(lev
 # ---- Beside torch.autocast ----
 
 
-def run_compiled(level, **kwargs):
-    """Compiles forward and backward at a level, or under autocast in the type of O4."""
-    torch._dynamo.reset()
-    model = Mlp()
-    if level is not None:
-        open_session(model, level)
-    called = torch.compile(model, fullgraph=True, **kwargs)
-    with torch.autocast("cpu", torch.bfloat16, enabled=level is None):
-        output = called(full(6, 4))
-    output.float().sum().backward()
-    amp.uninitialize()
-
-
 def test_the_graphs_of_forward_and_backward_have_the_operations_of_autocasts():
-    def list_operations(level):
+    def list_operations(model, *, autocast):
         found = []
 
         def note(graph, inputs):
             found.append(Counter(str(node.target) for node in graph.graph.nodes if node.op[:4] == "call"))
             return make_boxed_func(graph.forward)
 
-        run_compiled(level, backend=aot_autograd(fw_compiler=note, bw_compiler=note))
+        called = compiled(model, aot_autograd(fw_compiler=note, bw_compiler=note))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = called(full(6, 4))
+        output.float().sum().backward()
         return found
 
-    expected = list_operations(None)
+    expected = list_operations(Mlp(), autocast=True)
     assert len(expected) == 2
-    assert list_operations("O4") == expected
+    assert list_operations(open_training("O4")[0], autocast=False) == expected
 
 
 # ---- Casts in the graph ----
@@ -532,10 +498,10 @@ class Kept(nn.Module):
 
 
 class WithKept(nn.Module):
-    def __init__(self, call=None):
+    def __init__(self, call):
         super().__init__()
         self.before, self.kept, self.after = nn.Linear(4, 4), Kept(), nn.Linear(4, 4)
-        self.call = call or (lambda module, x: module(x))
+        self.call = call
 
     def forward(self, x):
         x = self.before(x)
@@ -543,22 +509,19 @@ class WithKept(nn.Module):
         return x, y, self.after(y)
 
 
+def call_plainly(module, x):
+    return module(x)
+
+
 def call_checkpointed(module, x):
     return checkpoint(module, x, use_reentrant=False)
 
 
 CHECKPOINTS = needs_torch("2.7", "changes of Python's state in a checkpoint that is part of a graph")
-CALLS = [
-    pytest.param(None, id="plain"),
-    pytest.param(call_checkpointed, id="checkpointed", marks=CHECKPOINTS),
-]
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    ("level", "backend"),
-    [("O2", "aot_eager"), ("O4", "aot_eager"), ("O5", "eager")],
-)
+@pytest.mark.parametrize("call", [call_plainly, pytest.param(call_checkpointed, marks=CHECKPOINTS)])
+@pytest.mark.parametrize(("level", "backend"), [("O2", "aot_eager"), ("O4", "aot_eager"), ("O5", "eager")])
 def test_a_kept_part_of_a_compiled_model_computes_and_returns_what_it_does_uncompiled(level, call, backend):
     model = WithKept(call)
     open_session(model, level, keep_fp32="kept", cast_model_outputs=None)
@@ -573,21 +536,12 @@ def test_a_kept_part_of_a_compiled_model_computes_and_returns_what_it_does_uncom
     assert (THREAD.off, THREAD.forwards) == (0, ())
 
 
-class Calls(nn.Module):
-    """Calls what others have compiled."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def test_a_compiled_function_in_a_kept_part_of_a_model_is_one_graph():
-    model = nn.Sequential(Calls(compiled(lambda x: torch.mm(x, x.T))), nn.Linear(2, 2))
+    part = nn.Identity()
+    part.forward = compiled(lambda x: torch.mm(x, x.T))
+    model = nn.Sequential(part, nn.Linear(2, 2))
     open_session(model, keep_fp32="0")
-    assert dtypes_of([model[0](A), model(A)]) == [FULL, HALF]
+    assert dtypes_of([part(A), model(A)]) == [FULL, HALF]
 
 
 # ---- Checkpoints ----
@@ -623,8 +577,8 @@ def test_what_is_compiled_while_patched_is_apart_in_shared_caches_for_every_thre
 @pytest.mark.parametrize("level", ["O3", "O5"])
 def test_a_model_whose_weights_are_loaded_between_calls_compiles_as_a_whole(level):
     """More parameters than Dynamo would compile one function for."""
-    model = nn.Sequential(*[nn.Linear(size, size + 1) for size in range(2, 12)])
-    open_session(model, level, optimizers=sgd(model))
+    sizes = range(2, 12)
+    model, _ = open_training(level, lambda: nn.Sequential(*[nn.Linear(size, size + 1) for size in sizes]))
     called, x = compiled(model), torch.ones(1, 2)
     weights = copy.deepcopy(model.state_dict())
     for call in (model, called):
@@ -637,14 +591,12 @@ def test_a_model_whose_weights_are_loaded_between_calls_compiles_as_a_whole(leve
 @pytest.mark.parametrize("place", ["masters", "state_dict"])
 def test_what_is_written_shows_in_the_next_call_of_a_compiled_model(place, level):
     """As SAM and Lookahead write into the parameters that they step."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, level, optimizers=optimizer)
-    compiled, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.ones(1, 2)
-    compiled(x)
+    model, optimizer = open_training(level, lambda: nn.Linear(2, 2))
+    called, x = compiled(model, "aot_eager"), torch.ones(1, 2)
+    called(x)
     for value in (3.0, 5.0):
         written = amp.master_params(optimizer) if place == "masters" else model.state_dict().values()
         with torch.no_grad():
             for tensor in written:
                 tensor.fill_(value)
-        assert torch.equal(compiled(x).float(), torch.full((1, 2), 3 * value))
+        assert torch.equal(called(x).float(), torch.full((1, 2), 3 * value))
