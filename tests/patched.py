@@ -1,5 +1,7 @@
 """What tests of patched functions share: a session, and tensors of either type."""
 
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -31,3 +33,17 @@ def start(opt_level, model=None, wrap=None, lr=0.1, **kwargs):
     optimizer = wrap(optimizer) if wrap else optimizer
     amp.initialize(model, optimizer, opt_level=opt_level, **kwargs)
     return model, optimizer
+
+
+@contextmanager
+def autocast_for_cuda(half):
+    """Has autocast's rules for CUDA at work, by its switch: `torch.autocast` needs a GPU to be on."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", half)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+        torch.clear_autocast_cache()

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from patched import FULL, LEVELS, open_session
+from patched import FULL, LEVELS, autocast_for_cuda, open_session
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 
@@ -39,6 +40,9 @@ CALLS = {
     "sdpa": lambda t: F.scaled_dot_product_attention(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8)),
     "matmul": lambda t: torch.matmul(t(2, 3), t(3, 4)),
     "a @ b": lambda t: t(2, 3) @ t(3, 4),
+    "operator.matmul": lambda t: operator.matmul(t(2, 3), t(3, 4)),
+    "a.mm(b)": lambda t: t(2, 3).mm(t(3, 4)),
+    "Tensor.matmul by keyword": lambda t: Tensor.matmul(t(2, 3), other=t(3, 4)),
     "mm by keywords": lambda t: torch.mm(input=t(2, 3), mat2=t(3, 4)),
     "chain_matmul": lambda t: torch.chain_matmul(t(2, 3), t(3, 4), t(4, 2)),
     "multi_dot": lambda t: torch.linalg.multi_dot([t(2, 3), t(3, 4), t(4, 2)]),
@@ -55,6 +59,9 @@ CALLS = {
     "exp": lambda t: torch.exp(t(3)),
     "Tensor.exp": lambda t: t(3).exp(),
     "pow of two tensors": lambda t: torch.pow(t(3), t(3)),
+    "x ** y": lambda t: t(3) ** t(3),
+    "pow": lambda t: pow(t(3), t(3)),
+    "Tensor.pow by keyword": lambda t: Tensor.pow(t(3), exponent=t(3)),
     "x ** 2": lambda t: t(3) ** 2,
     "2 ** x": lambda t: 2 ** t(3),
     "1 / x": lambda t: 1 / t(3),
@@ -71,41 +78,25 @@ CALLS = {
 }
 
 
-def input_dtypes(half):
-    return {
-        "float32": (FULL,),
-        "half": (half,),
-        "float32 first": (FULL, half),
-        "half first": (half, FULL),
-    }
-
-
 def dtypes_of(result):
     return [leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def ask_autocast(call, dtypes, half):
     """The dtypes that torch.autocast gives on a CUDA device, which need not be there, or None."""
-    before = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", half)
     try:
-        with FakeTensorMode(), torch.device("cuda"):
+        with autocast_for_cuda(half), FakeTensorMode(), torch.device("cuda"):
             return dtypes_of(call(Make(dtypes, device="cuda")))
     except RuntimeError as error:
         if "CUDA driver version is insufficient" not in str(error):
             raise
         return None  # a torch built for CUDA asks the driver for the kernel
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", before)
-        torch.clear_autocast_cache()
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_results_have_the_dtypes_that_autocast_gives(opt_level):
     half = LEVELS[opt_level]
-    inputs = [(name, dtypes) for name in CALLS for dtypes in input_dtypes(half).values()]
+    inputs = list(itertools.product(CALLS, [(FULL,), (half,), (FULL, half), (half, FULL)]))
     expected = {given: ask_autocast(CALLS[given[0]], given[1], half) for given in inputs}
     expected = {given: dtypes for given, dtypes in expected.items() if dtypes is not None}
     open_session(opt_level=opt_level)

@@ -20,6 +20,7 @@ import ampatch as amp
 from ampatch import lists
 from helpers import torch_is_before
 from op_samples import FULL, OPS, calls_of, forms_of, full_name, map_tensors
+from patched import autocast_for_cuda
 
 pytestmark = [
     pytest.mark.exhaustive(keep=0),  # test_casts_against_autocast and others stand for it in the short suite
@@ -51,25 +52,21 @@ class Case:
     form: str
     is_main: bool
     dtype: torch.dtype
-    plain: tuple
-    autocast: tuple
-    ours: tuple
+    results: list  # of each call: in plain torch, under autocast, patched
 
     @property
     def compared(self):
         """The calls that torch takes, or autocast does."""
-        pairs = zip(self.plain, self.autocast, self.ours, strict=True)
-        return [(theirs, ours) for plain, theirs, ours in pairs if (plain, theirs) != (RAISES, RAISES)]
+        return [found for found in self.results if found[:2] != (RAISES, RAISES)]
 
     @property
     def agrees(self):
-        return all(theirs == ours for theirs, ours in self.compared)
+        return all(theirs == ours for _, theirs, ours in self.compared)
 
     @property
     def is_changed(self):
         """Whether autocast gives other types than plain torch in a call that it takes."""
-        pairs = zip(self.plain, self.autocast, strict=True)
-        return any(plain != theirs for plain, theirs in pairs if theirs != RAISES)
+        return any(plain != theirs for plain, theirs, _ in self.results if theirs != RAISES)
 
 
 def fake(call, dtype):
@@ -91,63 +88,28 @@ def result_of(function, call, dtype):
     return tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
 
 
-class Sweep:
-    """Runs every call of every form of the database's ops."""
-
-    def __init__(self):
-        self.mode = FakeTensorMode()
-        self.calls = {index: calls_of(op, COUNT) for index, op in enumerate(OPS)}
-        self.forms = {index: list(forms_of(op)) for index, op in enumerate(OPS)}
-
-    def run(self, dtype, *, looked_up):
-        with torch.no_grad(), self.mode, torch.device("cuda"):
-            return {
-                (index, place): tuple(result_of(form[1 + looked_up], call, dtype) for call in calls)
-                for index, calls in self.calls.items()
-                for place, form in enumerate(self.forms[index])
-            }
-
-    def run_under_autocast(self, dtype):
-        """By autocast's switch: torch.autocast needs a GPU to be on."""
-        before = torch.get_autocast_dtype("cuda")
-        torch.set_autocast_enabled("cuda", True)
-        torch.set_autocast_dtype("cuda", HALF)
-        try:
-            return self.run(dtype, looked_up=False)
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-            torch.set_autocast_dtype("cuda", before)
-            torch.clear_autocast_cache()
-
-    def run_patched(self, dtype):
-        with self.mode:
-            # A model on the device whose tensors are to be cast; its weights are fake, too.
-            amp.initialize(nn.LayerNorm(1, device="cuda"), opt_level="O1", verbosity=0)
-        try:
-            return self.run(dtype, looked_up=True)
-        finally:
-            amp.uninitialize()
-
-    def cases(self):
-        for dtype in (FULL, HALF):
-            plain, theirs = self.run(dtype, looked_up=False), self.run_under_autocast(dtype)
-            ours = self.run_patched(dtype)
-            for (index, place), result in ours.items():
-                name, is_main = self.forms[index][place][0], place == 0
-                yield Case(
-                    full_name(OPS[index]),
-                    name,
-                    is_main,
-                    dtype,
-                    plain[index, place],
-                    theirs[index, place],
-                    result,
-                )
-
-
 @pytest.fixture(scope="module")
 def cases():
-    return list(Sweep().cases())
+    """Every form of the database's ops, in both types."""
+    samples = [(op, calls_of(op, COUNT)) for op in OPS]
+    forms = [(op, calls, at, form) for op, calls in samples for at, form in enumerate(forms_of(op))]
+    mode, found = FakeTensorMode(), []
+
+    def run(dtype, column):
+        with torch.no_grad(), mode, torch.device("cuda"):
+            return [[result_of(form[column], call, dtype) for call in calls] for _, calls, _, form in forms]
+
+    for dtype in (FULL, HALF):
+        plain = run(dtype, 1)
+        with autocast_for_cuda(HALF):
+            theirs = run(dtype, 1)
+        with mode:  # the model's weights are fake, too
+            amp.initialize(nn.LayerNorm(1, device="cuda"), opt_level="O1", verbosity=0)
+        ours = run(dtype, 2)
+        amp.uninitialize()
+        for (op, _, at, (name, *_)), *results in zip(forms, plain, theirs, ours, strict=True):
+            found.append(Case(full_name(op), name, at == 0, dtype, list(zip(*results, strict=True))))
+    return found
 
 
 def pairs_in(cases):
@@ -179,11 +141,7 @@ def test_every_other_name_of_an_op_agrees_as_well(cases):
 
 
 def test_what_torch_and_autocast_refuse_runs_in_float32_or_is_refused_here_too(cases):
-    found = [
-        ours
-        for case in cases
-        for plain, theirs, ours in zip(case.plain, case.autocast, case.ours, strict=True)
-        if (plain, theirs) == (RAISES, RAISES) and ours != RAISES
-    ]
-    assert found
-    assert not [result for result in found if HALF in result]
+    refused = [found for case in cases for found in case.results if found[:2] == (RAISES, RAISES)]
+    taken = [ours for _, _, ours in refused if ours != RAISES]
+    assert taken
+    assert not [result for result in taken if HALF in result]
