@@ -276,3 +276,4 @@ def test_an_explanation_in_words_has_names_reasons_and_levels():
         assert name.reason in text
     assert all(f"\n  {level} " in text for level in amp.OPT_LEVELS)
     assert text == "\n".join(line.rstrip() for line in text.splitlines())
+    assert "float8 in large nn.Linear" in str(amp.explain("linear"))

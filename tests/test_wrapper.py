@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampatch as amp
 from ampatch.apex import amp as apex
 from ampatch.casts import kernels
-from ampatch.table import BANNED, FP32, FP32_INPLACE, LOWER, MATCH_SELF
+from ampatch.table import BANNED, FP32_INPLACE, MATCH_SELF
 from ampatch.testing import assert_casts, parametrize_rows
 from apex_rows import shows
 from patched import FULL, HALF, LEVELS, full, half, open_session
@@ -74,18 +74,12 @@ def test_every_row_is_patched_by_what_passes_for_the_original(faults):
 
 A = full(3, 3)
 WITH_OUT = {
-    "matmul": lambda out: torch.matmul(A, A, out=out),
     "mm by keywords": lambda out: torch.mm(input=A, mat2=A, out=out),
-    "exp": lambda out: torch.exp(A, out=out),
-    "cumsum": lambda out: torch.cumsum(A, dim=0, out=out),
-    "pow": lambda out: torch.pow(A, 2, out=out),
     "lerp": lambda out: torch.lerp(A, A + 1, 0.5, out=out),
-    "cross": lambda out: torch.cross(A, A, out=out),
     "linalg.cross": lambda out: torch.linalg.cross(A, A, out=out),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Using torch.cross without specifying the dim arg")
 def test_a_call_with_out_gives_the_float32_that_it_is_asked_for():
     def run():
         for name, call in WITH_OUT.items():
@@ -237,7 +231,6 @@ each_blacklisted = parametrize_rows(cast=FP32_INPLACE)
 
 
 def in_place(path, tensor):
-    """Calls a function in place; returns what it gives."""
     return pkgutil.resolve_name(path)(tensor, *ARGUMENTS.get(path.rpartition(".")[2], ()))
 
 
@@ -298,7 +291,8 @@ def test_through_apex_a_blacklisted_function_in_place_raises_on_float16_and_leav
         tensor = torch.rand(2, 2).half()
         before = tensor.clone()
         if row.name != "__ipow__":
-            with pytest.raises(NotImplementedError, match=rf"\b{row.name}\b.*torch\.float16"):
+            message = rf"\b{row.name}\b.*torch\.float16.*use {row.name[:-1]},"
+            with pytest.raises(amp.BannedFunctionError, match=message):
                 in_place(path, tensor)
         assert torch.equal(tensor, before)
     amp.uninitialize()
@@ -333,22 +327,7 @@ def test_a_function_in_place_leaves_the_cast_of_a_parameter_alone():
     assert torch.equal(cast, torch.tensor([6.0]))
 
 
-def test_other_tensors_have_their_power_written_in_place():
-    open_session()
-    for dtype in (torch.float32, torch.float64):
-        x = y = torch.full((2,), 3.0, dtype=dtype)
-        x **= half(2).fill_(2.0)
-        assert x is y
-        assert torch.equal(y, torch.full((2,), 9.0, dtype=dtype))
-
-
-def test_the_error_says_what_to_write_instead():
-    apex.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
-    with pytest.raises(amp.BannedFunctionError, match=r"exp\b(?!_)"):
-        torch.rand(2).half().exp_()
-
-
-ROWS_0_AND_2 = torch.tensor([0, 2])
+ROWS_0_AND_2, LIST, ALL = torch.tensor([0, 2]), [0, 2], slice(None)
 ZEROS = torch.zeros(1, 4, dtype=torch.long)
 MASK = torch.eye(4).bool()
 # What PyTorch's database of ops lacks, and one that it has: test_op_db_on_cpu.py has the others.
@@ -359,28 +338,19 @@ MATCHING = {
     "scatter_ by keyword": (lambda x, src: x.scatter_(dim=0, index=ZEROS, src=src), full(4, 4), full(1, 4)),
     "x[mask] = y": (lambda x, y: operator.setitem(x, MASK, y), full(4, 4), full(4)),
     "x[indices] = y": (lambda x, y: operator.setitem(x, ROWS_0_AND_2, y), full(4, 4), full(2, 4)),
-    "x[indices, slice] = y": (
-        lambda x, y: operator.setitem(x, ([0, 2], slice(None)), y),
-        full(4, 4),
-        full(2, 4),
-    ),
-}
-
-
-PROMOTED_BY_TORCH = {
+    "x[indices, slice] = y": (lambda x, y: operator.setitem(x, (LIST, ALL), y), full(4, 4), full(2, 4)),
     "x[slice] = y": (lambda x, y: operator.setitem(x, slice(0, 2), y), full(4, 4), full(2, 4)),
     "+=": (operator.iadd, full(4, 4), full(4, 4)),
 }
+PROMOTED_BY_TORCH = ("x[slice] = y", "+=")
 
 
 @shows("o1-in-place-mixed")
 @pytest.mark.exhaustive(keep=8)
-@pytest.mark.parametrize("name", [*PROMOTED_BY_TORCH, *MATCHING])
+@pytest.mark.parametrize("name", MATCHING)
 def test_a_function_in_place_on_mixed_types_follows_self(name):
-    call, expected = MATCHING.get(name), MATCH_SELF
-    if name in PROMOTED_BY_TORCH:
-        call, expected = PROMOTED_BY_TORCH[name], None
-    assert_casts(*call, expect=expected, opt_level="O4")
+    expected = None if name in PROMOTED_BY_TORCH else MATCH_SELF
+    assert_casts(*MATCHING[name], expect=expected, opt_level="O4")
 
 
 def test_setitem_of_numbers_and_of_integer_tensors_works():
@@ -392,15 +362,6 @@ def test_setitem_of_numbers_and_of_integer_tensors_works():
     assert ids.tolist() == [0, 1, 7, 8]
 
 
-def test_a_float32_cast_of_a_parameter_in_place_still_gives_it_a_gradient():
-    open_session()
-    weight = nn.Parameter(full(3))
-    result = torch.zeros(4, 3, dtype=HALF)
-    result.index_add_(0, torch.tensor([1]), weight[None])
-    result.float().sum().backward()
-    assert weight.grad.tolist() == [1.0, 1.0, 1.0]
-
-
 # ---- Banned ----
 
 
@@ -409,14 +370,11 @@ def probabilities(dtype):
 
 
 @shows("o1-banned")
-@pytest.mark.parametrize(
-    "function", [lambda *args: F.binary_cross_entropy(*args), nn.BCELoss()], ids=["function", "module"]
-)
-def test_binary_cross_entropy_on_half_raises_and_points_to_the_logits_form(function):
+def test_binary_cross_entropy_on_half_raises_and_points_to_the_logits_form():
     open_session()
     message = r"binary_cross_entropy was called on .*binary_cross_entropy_with_logits.*allow_banned=True"
     with pytest.raises(NotImplementedError, match=message):
-        function(probabilities(HALF), torch.ones(4))
+        nn.BCELoss()(probabilities(HALF), torch.ones(4))
 
 
 @shows("o1-allow-banned", "never-allow-banned")
@@ -455,29 +413,7 @@ def test_a_model_moved_after_initialize_takes_its_casts_along():
     assert model(torch.empty(3, 2, device="meta")).dtype is HALF
 
 
-# ---- Operators and methods ----
-
-
-WRITTEN = {
-    "a @ b": (LOWER, lambda a, b: a @ b),
-    "operator.matmul": (LOWER, operator.matmul),
-    "a.mm(b)": (LOWER, lambda a, b: a.mm(b)),
-    "torch.Tensor.matmul": (LOWER, lambda a, b: torch.Tensor.matmul(a, b)),
-    "torch.matmul by keyword": (LOWER, lambda a, b: torch.matmul(a, other=b)),
-    "x**y": (FP32, lambda x, y: x**y),
-    "x**2": (FP32, lambda x, y: x**2),
-    "2**x": (FP32, lambda x, y: 2**x),
-    "x.pow(y)": (FP32, lambda x, y: x.pow(y)),
-    "torch.Tensor.pow by keyword": (FP32, lambda x, y: torch.Tensor.pow(x, exponent=y)),
-    "operator.pow": (FP32, operator.pow),
-    "pow": (FP32, pow),
-}
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_an_operation_is_cast_however_it_is_written(name):
-    cast, call = WRITTEN[name]
-    assert_casts(call, full(3, 3), full(3, 3), expect=cast, opt_level="O4")
+# ---- Operators ----
 
 
 def test_an_operand_that_torch_does_not_know_gets_its_turn():
@@ -501,10 +437,3 @@ def test_wrong_operands_raise_what_torch_raises():
         with amp.disable_casts(), pytest.raises(found.type) as expected:
             call()
         assert str(found.value) == str(expected.value)
-
-
-def test_casts_inside_torch_autocast_give_the_type_of_autocast_or_ours():
-    open_session()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.mm(full(2, 3), full(3, 2)).dtype is HALF
-        assert F.softmax(half(2, 3), dim=1).dtype is FULL
