@@ -1,7 +1,6 @@
 """Where casts are off: in `disable_casts`, and while an optimizer steps."""
 
 import contextlib
-import functools
 import threading
 import time
 import weakref
@@ -34,7 +33,6 @@ def test_casts_are_on_in_a_session_and_off_in_the_block_however_it_is_entered_an
         with amp.disable_casts():
             return product()
 
-    assert leave() is FULL
     open_session()
     block = amp.disable_casts()
     assert product() is HALF
@@ -146,16 +144,6 @@ def in_the_engine(work):
     return result
 
 
-def test_a_block_around_backward_holds_in_the_engines_threads():
-    open_session()
-    for _ in range(2):
-        assert in_the_engine(product) is HALF
-        with amp.disable_casts():
-            assert in_the_engine(product) is FULL
-    assert in_the_engine(product) is HALF
-    assert in_a_thread(lambda: in_the_engine(product)) is HALF
-
-
 @torch.enable_grad()
 def all_kinds(model, optimizer):
     """The dtypes of products in blocks, checkpoints, forwards and steps, one after the other."""
@@ -179,18 +167,18 @@ def all_kinds(model, optimizer):
     return [*found, optimizer.seen, product()]
 
 
-@pytest.mark.parametrize("is_off", [False, True])
-def test_what_turns_casts_off_and_on_does_so_in_the_engines_threads(is_off):
+def test_what_turns_casts_off_and_on_does_so_in_the_engines_threads():
     model = Outer()
     model.kept.error = None
     optimizer = Watching(model.parameters(), lr=0.1)
     open_session(model, optimizer, keep_fp32="kept")
-    block = amp.disable_casts if is_off else contextlib.nullcontext
-    with block():
-        here = all_kinds(model, optimizer)
-        for _ in range(2):
-            assert in_the_engine(lambda: all_kinds(model, optimizer)) == here
-    assert here.count(FULL) == (len(here) if is_off else 4)
+    for block in (contextlib.nullcontext, amp.disable_casts, contextlib.nullcontext):
+        with block():
+            here = all_kinds(model, optimizer)
+            for _ in range(2):
+                assert in_the_engine(lambda: all_kinds(model, optimizer)) == here
+        assert here.count(FULL) == (len(here) if block is amp.disable_casts else 4)
+    assert in_a_thread(lambda: in_the_engine(product)) is HALF
 
 
 def test_a_block_holds_in_a_thread_of_the_engine_that_python_has_met():
@@ -276,11 +264,11 @@ class Watching(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.fixture
-def watching():
+@pytest.fixture(params=[True, False], ids=["given to initialize", "not given"])
+def watching(request):
     model = nn.Linear(2, 2)
     optimizer = Watching(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
+    open_session(*(model, optimizer) if request.param else ())
     model(torch.ones(1, 2)).sum().backward()
     return optimizer
 
@@ -318,54 +306,10 @@ def test_a_closure_runs_with_casts_on_and_the_step_around_it_with_casts_off(watc
     assert (watching.seen, seen, product()) == (FULL, [HALF, HALF], HALF)
 
 
-def step_twice(make, opt_level=None):
-    """The weight of a network that an optimizer of its own steps; another network is the session's."""
-    weight = nn.Parameter(torch.linspace(-1.0, 1.0, 64).reshape(8, 8))
-    early = make([weight])
-    if opt_level is not None:
-        model = nn.Linear(2, 2)
-        open_session(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=opt_level)
-    for optimizer in (early, make([weight])):
-        weight.grad = weight.detach().sin()
-        optimizer.step()
-    return weight.detach()
-
-
-CASTING = {  # these take products, or powers in place
-    name: functools.partial(getattr(torch.optim, name), lr=0.01)
-    for name in ("Adafactor", "Muon")
-    if hasattr(torch.optim, name)
-}
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O4"])
-@pytest.mark.parametrize("make", CASTING.values(), ids=CASTING)
-def test_an_optimizer_that_initialize_was_not_given_steps_as_without_a_session(make, opt_level):
-    expected = step_twice(make)
-    assert torch.equal(step_twice(make, opt_level), expected)
-
-
-@pytest.fixture
-def stranger():
-    """An optimizer of its own class, made after `initialize`, which was not given it."""
-    open_session()
-    return Watching(nn.Linear(2, 2).parameters(), lr=0.1)
-
-
-def test_casts_are_off_inside_a_step_of_an_optimizer_that_initialize_was_not_given(stranger):
-    seen = []
-    stranger.step(lambda: seen.append(product()))
-    assert (stranger.seen, seen, product()) == (FULL, [HALF], HALF)
-    stranger.fails = True
-    with pytest.raises(ArithmeticError):
-        stranger.step()
-    assert product() is HALF
-
-
-def test_casts_are_off_in_the_whole_of_a_step_that_steps_another_optimizer(stranger):
+def test_casts_are_off_in_the_whole_of_a_step_that_steps_another_optimizer(watching):
     class Around(Watching):
         def step(self, closure=None):
-            stranger.step(closure)
+            watching.step(closure)
             return super().step()  # which looks at the types once more, and ends a step as well
 
     seen = []
@@ -377,10 +321,10 @@ def test_casts_are_off_in_the_whole_of_a_step_that_steps_another_optimizer(stran
         seen.append(product())
 
     around.step(closure)
-    assert (stranger.seen, around.seen, seen, product()) == (FULL, FULL, [HALF, HALF], HALF)
+    assert (watching.seen, around.seen, seen, product()) == (FULL, FULL, [HALF, HALF], HALF)
 
 
-def test_a_closure_that_raises_in_a_step_that_goes_on_leaves_the_rest_of_it_uncast(stranger):
+def test_a_closure_that_raises_in_a_step_that_goes_on_leaves_the_rest_of_it_uncast():
     class Careful(Watching):
         def step(self, closure=None):
             with contextlib.suppress(ArithmeticError):
@@ -390,6 +334,7 @@ def test_a_closure_that_raises_in_a_step_that_goes_on_leaves_the_rest_of_it_unca
     def fail():
         raise ArithmeticError
 
+    open_session()
     careful = Careful(nn.Linear(2, 2).parameters(), lr=0.1)
     careful.step(fail)
     assert (careful.seen, product()) == (FULL, HALF)
@@ -423,14 +368,15 @@ class Outer(nn.Module):
 INTERRUPTIONS = [ValueError, KeyboardInterrupt, SystemExit]
 
 
+def mixed_product():
+    return torch.dot(torch.ones(2), torch.ones(2, dtype=HALF)).dtype
+
+
 @pytest.mark.parametrize("error", INTERRUPTIONS)
 def test_a_forward_interrupted_in_a_kept_module_leaves_casts_on(error):
     model = open_session(Outer(), keep_fp32="kept")
     model.kept.error = error
-    for call, dtype in (
-        (lambda: torch.dot(torch.ones(2), torch.ones(2, dtype=HALF)).dtype, FULL),
-        (product, HALF),
-    ):
+    for call, dtype in ((mixed_product, FULL), (product, HALF)):
         with pytest.raises(error):
             model(torch.ones(1, 2))
         assert call() is dtype
