@@ -1,6 +1,8 @@
 """Activation checkpointing: gradients bit-equal to those without it, whatever is inside."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import (
 
 import ampatch as amp
 from apex_rows import shows
+from helpers import assert_same_bits
 
 LEVELS = pytest.mark.parametrize("level", ["O1", "O5"])  # one that patches and one that casts the model
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -56,13 +59,6 @@ def measure(level, around=None, make=Net, backward=None, **kwargs):
     found += [param.detach().clone() for param in model.parameters()]
     amp.uninitialize()
     return found
-
-
-def assert_same_bits(found, expected):
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype is theirs.dtype
-        assert torch.equal(ours, theirs)
 
 
 def recompute(reentrant, **kwargs):
@@ -153,20 +149,29 @@ def test_one_inside_another(reentrant, inner, level):
         assert_same_bits(found, expected)
 
 
+def gradients_of(call, level, make):
+    """The gradients that one backward makes of what `call(model, x)` returns."""
+    torch.manual_seed(0)
+    model = make()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    x = torch.randn(4, 3, requires_grad=True)
+    call(model, x).float().pow(2).mean().backward()
+    found = [item.grad.clone() for item in [*model.parameters(), x]]
+    amp.uninitialize()
+    return found
+
+
 @LEVELS
 @REENTRANT
 def test_a_whole_model_that_is_called_twice_in_it(reentrant, level):
-    def run(around):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 3)
-        amp.initialize(model, opt_level=level, verbosity=0)
-        x = torch.randn(4, 3, requires_grad=True)
-        around(lambda x: model(torch.tanh(model(x))), x).float().pow(2).sum().backward()
-        found = [param.grad.clone() for param in [*model.parameters(), x]]
-        amp.uninitialize()
-        return found
+    def in_a_checkpoint(model, x):
+        return checkpoint(lambda x: model(torch.tanh(model(x))), x, use_reentrant=reentrant)
 
-    assert_same_bits(run(recompute(reentrant)), run(lambda function, x: function(x)))
+    def make():
+        return nn.Linear(3, 3)
+
+    expected = gradients_of(lambda model, x: model(torch.tanh(model(x))), level, make)
+    assert_same_bits(gradients_of(in_a_checkpoint, level, make), expected)
 
 
 # What plain torch says of a reentrant one without grad mode.
@@ -174,21 +179,15 @@ def test_a_whole_model_that_is_called_twice_in_it(reentrant, level):
 @LEVELS
 @REENTRANT
 def test_evaluations_between_forward_and_backward_do_not_matter(reentrant, level):
-    def run(around):
-        torch.manual_seed(0)
-        model = WithoutDropout(around)
-        amp.initialize(model, opt_level=level, verbosity=0)
-        x = torch.randn(4, 3, requires_grad=True)
-        loss = model(x).float().pow(2).mean()
+    def evaluate_between(model, x):
+        output = model(x)
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 model(x)
-        loss.backward()
-        found = [param.grad.clone() for param in model.parameters()]
-        amp.uninitialize()
-        return found
+        return output
 
-    assert_same_bits(run(recompute(reentrant)), run(None))
+    found = gradients_of(evaluate_between, level, lambda: WithoutDropout(recompute(reentrant)))
+    assert_same_bits(found, gradients_of(evaluate_between, level, WithoutDropout))
 
 
 def save_products(context, op, *args, **kwargs):
@@ -237,13 +236,7 @@ def test_selective_checkpointing_of_a_weight_that_was_cast_before(level):
 @LEVELS
 def test_no_reference_to_the_calls_of_a_recomputation_stays(level):
     """A frame that is kept would keep every tensor of that call."""
-    import gc
-    import weakref
-
-    class Marker:
-        pass
-
-    marker = Marker()
+    marker = torch.nn.Module()
     alive = weakref.ref(marker)
 
     class Holds(WithoutDropout):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
-from helpers import needs_torch
+from helpers import assert_same_bits, needs_torch
 from nets import sgd
 from patched import FULL, HALF, LEVELS, open_session
 
@@ -50,11 +50,6 @@ def full(*shape):
 
 def dtypes_of(tensors):
     return [tensor.dtype for tensor in tensors]
-
-
-def assert_equal(found, expected):
-    assert dtypes_of(found) == dtypes_of(expected)
-    assert all(map(torch.equal, found, expected))
 
 
 # ---- Models that train ----
@@ -162,13 +157,13 @@ WAYS = {
 )
 def test_a_compiled_model_trains_to_the_same_bits(level, way):
     compile, plain = WAYS[way]
-    assert_equal(train(Mlp, level, compile), train(Mlp, level, plain))
+    assert_same_bits(train(Mlp, level, compile), train(Mlp, level, plain))
 
 
 @pytest.mark.parametrize("level", ["O2", "O4"])
 @pytest.mark.parametrize("make", [conv, Attention, transformer, recurrent, Checkpointed])
 def test_models_of_every_kind_train_to_the_same_bits(make, level):
-    assert_equal(train(make, level, compiled), train(Attention if make is Checkpointed else make, level))
+    assert_same_bits(train(make, level, compiled), train(Attention if make is Checkpointed else make, level))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -218,7 +213,7 @@ def test_ten_training_steps_compile_a_model_once(level):
 @pytest.mark.parametrize("part", ["compile_step", "compile_all"])
 def test_a_compiled_step_breaks_the_graph_and_is_right(part, level):
     compile = functools.partial(torch.compile, backend="eager")
-    assert_equal(train(Mlp, level, **{part: compile}), train(Mlp, level))
+    assert_same_bits(train(Mlp, level, **{part: compile}), train(Mlp, level))
 
 
 @pytest.mark.skipif(
@@ -245,7 +240,7 @@ def test_forward_backward_and_scale_loss_are_one_graph_that_is_compiled_once(lev
     counter = CompileCounter()
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         found = train(compiled(iterate, counter))
-    assert_equal(found, train(iterate))
+    assert_same_bits(found, train(iterate))
     assert counter.frame_count == 1
 
 
@@ -313,11 +308,11 @@ IN_TURN = pytest.mark.parametrize(
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_compiled_functions_cast_as_uncompiled_ones_do(function, backend):
     open_session()
-    assert_equal(compiled(function, backend)(A, B), function(A, B))
+    assert_same_bits(compiled(function, backend)(A, B), function(A, B))
     if backend == "eager":
         dynamic = compiled(function, dynamic=True)
         for rows in (3, 5):
-            assert_equal(dynamic(full(rows, 3), B), function(full(rows, 3), B))
+            assert_same_bits(dynamic(full(rows, 3), B), function(full(rows, 3), B))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -346,7 +341,7 @@ def test_functions_of_users_cast():
         return add({"x": low}, more=((low,),)), add({"x": a}, more=[[low]])
 
     open_session()
-    assert_equal(compiled(function)(A), function(A))
+    assert_same_bits(compiled(function)(A), function(A))
 
 
 # ---- When it is compiled anew ----
@@ -367,7 +362,7 @@ def test_disable_casts_around_a_compiled_function_turns_its_casts_off(function, 
     for expected in (function, off(function), function):
         with contextlib.nullcontext() if expected is function else amp.disable_casts():
             found = called(A, B)
-        assert_equal(found, expected(A, B))
+        assert_same_bits(found, expected(A, B))
 
 
 @IN_TURN
@@ -380,7 +375,7 @@ def test_disable_casts_inside_a_compiled_function_turns_its_casts_off(function, 
         return *inner, *again, *function(a, b)
 
     open_session()
-    assert_equal(compiled(both, backend)(A, B), both(A, B))
+    assert_same_bits(compiled(both, backend)(A, B), both(A, B))
 
 
 def test_half_tensors_stay_half_where_casts_are_off_inside_a_graph():
@@ -393,7 +388,7 @@ def test_half_tensors_stay_half_where_casts_are_off_inside_a_graph():
     open_session()
     found = compiled(function)(A.to(HALF))
     assert set(dtypes_of(found)) == {HALF}
-    assert_equal(found, function(A.to(HALF)))
+    assert_same_bits(found, function(A.to(HALF)))
 
 
 @pytest.mark.parametrize("dtype", [FULL, HALF], ids=str)
@@ -415,7 +410,7 @@ def test_what_is_written_in_place_in_a_graph_is_what_is_written_outside(backend,
 
     open_session()
     a, b = full(3, 3).add(3).to(dtype), full(3, 3).add(2).to(FULL if dtype is HALF else HALF)
-    assert_equal(compiled(function, backend)(a, b), function(a, b))
+    assert_same_bits(compiled(function, backend)(a, b), function(a, b))
     assert set(dtypes_of(function(a, b))) == {dtype}
 
 
@@ -428,9 +423,9 @@ def test_a_function_compiled_before_initialize_casts_after_it_and_not_after_unin
         open_session(opt_level=level)
         found = called(A, B)
         assert LEVELS[level] in dtypes_of(found)
-        assert_equal(found, function(A, B))
+        assert_same_bits(found, function(A, B))
         amp.uninitialize()
-        assert_equal(called(A, B), uncast)
+        assert_same_bits(called(A, B), uncast)
 
 
 def test_dynamo_may_make_its_tables_again_while_torch_is_patched():
@@ -443,9 +438,9 @@ def test_dynamo_may_make_its_tables_again_while_torch_is_patched():
     uncast = called(A.to(HALF))
     open_session()
     torch._dynamo.trace_rules.clear_lru_cache()
-    assert_equal(called(A.to(HALF)), function(A.to(HALF)))
+    assert_same_bits(called(A.to(HALF)), function(A.to(HALF)))
     amp.uninitialize()
-    assert_equal(called(A.to(HALF)), uncast)
+    assert_same_bits(called(A.to(HALF)), uncast)
 
 
 @pytest.mark.parametrize("level", ["O1", "O3", "O5"])
@@ -458,9 +453,9 @@ def test_a_model_compiled_before_initialize_casts_after_it_and_not_after_uniniti
     found = called(full(2, 4))
     assert not torch.equal(found.float(), uncast)
     if not is_given:
-        assert_equal([found], [model(full(2, 4))])
+        assert_same_bits([found], [model(full(2, 4))])
     amp.uninitialize()
-    assert_equal([called(full(2, 4))], [model(full(2, 4))])
+    assert_same_bits([called(full(2, 4))], [model(full(2, 4))])
     assert called(full(2, 4)).dtype is FULL
 
 
@@ -531,8 +526,8 @@ def test_a_kept_part_of_a_compiled_model_computes_and_returns_what_it_does_uncom
     model.zero_grad()
     found = compiled(model, backend)(full(3, 4))
     sum(output.float().sum() for output in found).backward()
-    assert_equal(found, expected)
-    assert_equal([param.grad for param in model.parameters()], grads)
+    assert_same_bits(found, expected)
+    assert_same_bits([param.grad for param in model.parameters()], grads)
     assert (THREAD.off, THREAD.forwards) == (0, ())
 
 
@@ -555,7 +550,7 @@ def test_a_checkpoint_inside_a_graph_casts_or_does_not_as_it_does_without():
         return *uncast, *cast, call_checkpointed(model, a)
 
     model = open_session(nn.Linear(3, 2))
-    assert_equal(compiled(function)(A, B), function(A, B))
+    assert_same_bits(compiled(function)(A, B), function(A, B))
 
 
 def test_what_is_compiled_while_patched_is_apart_in_shared_caches_for_every_thread():
