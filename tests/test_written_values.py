@@ -207,19 +207,6 @@ def test_reading_while_other_weights_are_swapped_in_changes_nothing_of_the_train
 
 
 @pytest.mark.parametrize("level", MASTERED)
-def test_a_state_dict_of_other_weights_changes_no_master(level):
-    model = nn.Linear(4, 4)
-    optimizer = sgd(model)
-    open_session(model, optimizer, level)
-    masters = list(amp.master_params(optimizer))
-    before = [param.detach().clone() for param in masters]
-    for param in model.parameters():
-        param.data.fill_(3.0)
-    assert all((value == 3).all() for value in model.state_dict().values())
-    assert all(map(torch.equal, masters, before))
-
-
-@pytest.mark.parametrize("level", MASTERED)
 @pytest.mark.parametrize("end", [lambda model, optimizer: optimizer.step(), lambda *_: amp.uninitialize()])
 def test_a_step_and_uninitialize_take_an_edit_that_was_read(end, level):
     model = nn.Linear(4, 4, bias=False)
