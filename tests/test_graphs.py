@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import ampatch as amp
-from helpers import needs_torch
+from helpers import assert_same_bits, needs_torch
 from patched import LEVELS, open_session
 
 # torch 2.13 calls them deprecated; scripts that use them are what is tested here.
@@ -65,10 +65,7 @@ def test_an_exported_model_computes_what_the_model_does(level, strict):
     rows = {0: torch.export.Dim("rows", min=2)}
     program = torch.export.export(model, (x_of(),), dynamic_shapes=(rows,), strict=strict)
     for count in (2, 5):
-        expected = model(x_of(count))
-        found = program.module()(x_of(count))
-        assert found.dtype is expected.dtype
-        assert torch.equal(found, expected)
+        assert_same_bits([program.module()(x_of(count))], [model(x_of(count))])
 
 
 @strict
@@ -190,9 +187,7 @@ def test_a_traced_model_computes_what_the_model_does_and_follows_its_weights(lev
     waiting = model(x_of(4))  # keeps the casts of its weights in the cache
     traced = torch.jit.trace(model, x_of(), check_trace=True)
     for _ in range(2):
-        expected = model(x_of(4))
-        assert traced(x_of(4)).dtype is expected.dtype
-        assert torch.equal(traced(x_of(4)), expected)
+        assert_same_bits([traced(x_of(4))], [model(x_of(4))])
         with torch.no_grad():
             model.weight.mul_(-2)
     assert waiting.requires_grad
@@ -232,9 +227,7 @@ def test_a_scripted_half_model_takes_half_inputs(level):
     half = model.weight.dtype
     with amp.disable_casts():
         expected = model.forward(x_of().to(half))
-    found = torch.jit.script(model)(x_of().to(half))
-    assert found.dtype is half
-    assert torch.equal(found, expected)
+    assert_same_bits([torch.jit.script(model)(x_of().to(half))], [expected.to(half)])
 
 
 @SCRIPTS
@@ -272,18 +265,6 @@ def normalize(x):
     return F.layer_norm(F.softmax(x, dim=-1), [3])
 
 
-@SCRIPTS
-@pytest.mark.parametrize("function", [product, normalize])
-def test_scripted_functions_run_uncast(function):
-    x = x_of().half().float()
-    expected, softmax = function(x), F.softmax(x, -1)
-    open_session()
-    scripted = torch.jit.script(function)
-    assert torch.equal(scripted(x), expected)
-    assert scripted(x.double()).dtype is torch.float64
-    assert torch.equal(torch.jit.script(F.softmax)(x, -1), softmax)
-
-
 def contract(x):
     return torch.tensordot(x, x, dims=[[1], [1]]) / torch.norm(x)
 
@@ -299,13 +280,13 @@ def factorize(x):
 @SCRIPTS
 @pytest.mark.filterwarnings("ignore:torch.lu is deprecated", "ignore:.*empty non-base types")
 @pytest.mark.parametrize("is_traced", [False, True], ids=["written", "traced"])
-@pytest.mark.parametrize("function", [contract, resize, factorize])
-def test_functions_that_scripts_choose_by_their_arguments_are_scripted_in_a_session_and_after_it(
-    function, is_traced
-):
-    expected = function(x_of())
+@pytest.mark.parametrize("function", [product, normalize, contract, resize, factorize])
+def test_scripted_functions_run_uncast_in_a_session_and_after_it(function, is_traced):
+    """The last three scripts choose by their arguments."""
+    expected, softmax = function(x_of()), F.softmax(x_of(), -1)
     for _ in range(2):
         open_session(opt_level="O1")
+        assert torch.equal(torch.jit.script(F.softmax)(x_of(), -1), softmax)
         given = torch.fx.symbolic_trace(function) if is_traced else function
         assert torch.equal(torch.jit.script(given)(x_of()), expected)
         amp.uninitialize()
