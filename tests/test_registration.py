@@ -21,7 +21,6 @@ OTHER_HALF = torch.float16
 
 
 def show(*args, **kwargs):
-    """Returns the dtypes that reach the function."""
     return [value.dtype for value in (*args, *kwargs.values())]
 
 
@@ -38,21 +37,6 @@ KINDS = {
     "promote": (amp.promote_function, amp.register_promote_function, [FULL, FULL]),
 }
 each_kind = pytest.mark.parametrize(("decorate", "register", "expected"), KINDS.values(), ids=KINDS)
-
-
-@shows("o1-decorators", "never-early-names")
-@each_kind
-def test_a_decorated_function_acts_only_while_a_session_patches(decorate, register, expected):
-    function = decorate(show)
-    assert function(full(2), half(2)) == [FULL, HALF]
-    for opt_level in ("O0", "O4", "O5"):
-        open_session(opt_level=opt_level)
-        for decorated in (function, decorate(show)):
-            assert decorated(full(2), half(2)) == (expected if opt_level == "O4" else [FULL, HALF])
-        with amp.disable_casts():
-            assert function(full(2), half(2)) == [FULL, HALF]
-        amp.uninitialize()
-        assert function(full(2), half(2)) == [FULL, HALF]
 
 
 def test_the_half_type_is_that_of_the_level_at_the_time_of_the_call_unless_it_is_said():
@@ -96,6 +80,7 @@ class Callable:
 ODD = [torch.neg, Callable(), functools.partial(torch.add, 1), lambda x: x, nn.Identity()]
 
 
+@shows("never-early-names")
 @pytest.mark.parametrize("function", ODD, ids=["builtin", "callable", "partial", "lambda", "module"])
 def test_whatever_can_be_called_can_be_decorated(function):
     open_session()

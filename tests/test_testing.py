@@ -17,6 +17,7 @@ from ampatch.session.session import SESSION
 from ampatch.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE
 from ampatch.testing import TorchSnapshot, assert_casts, parametrize_rows, session
 from ampatch.testing.opening import is_open
+from apex_rows import shows
 
 pytest_plugins = ["pytester"]
 
@@ -33,7 +34,6 @@ def scale(x, weight):
 
 @pytest.fixture
 def my_ops(monkeypatch):
-    """A module of somebody's ops."""
     module = types.ModuleType("my_ops")
     module.scale = types.FunctionType(scale.__code__, globals(), "scale")
     monkeypatch.setitem(sys.modules, "my_ops", module)
@@ -55,6 +55,7 @@ REGISTER = {
 }
 
 
+@shows("o1-decorators")
 @each_level
 @pytest.mark.parametrize("cast", DECORATORS)
 def test_a_decorated_function_passes_for_its_cast_at_every_level(cast, opt_level):
