@@ -315,22 +315,6 @@ def test_compiled_functions_cast_as_uncompiled_ones_do(function, backend):
             assert_same_bits(dynamic(full(rows, 3), B), function(full(rows, 3), B))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_casts_stand_in_the_graph(level):
-    seen = []
-
-    def backend(graph, inputs):
-        nodes = [node for node in graph.graph.nodes if node.op.startswith("call_")]
-        seen.extend((node.target, node.meta["example_value"].dtype) for node in nodes)
-        return graph.forward
-
-    open_session(opt_level=level)
-    torch.compile(lambda a, b: ((a @ b).softmax(-1), F.softmax(a, -1)), backend=backend)(A, B)
-    half = LEVELS[level]
-    assert seen[:2] == [({"O1": "half", "O4": "bfloat16"}[level], half)] * 2
-    assert seen[2:5] == [(operator.matmul, half), ("float", FULL), ("softmax", FULL)]
-
-
 def test_functions_of_users_cast():
     @amp.float_function
     def add(items, *, more):
