@@ -32,8 +32,6 @@ MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "froz
 
 
 class SelfAttention(nn.MultiheadAttention):
-    """Takes one input and the masks by a transformer's names."""
-
     def __init__(self):
         super().__init__(8, 2, batch_first=True)
 
@@ -47,8 +45,6 @@ def make_layer():
 
 
 class Layer(nn.TransformerEncoderLayer):
-    """Takes the masks by the names of an encoder."""
-
     def __init__(self):
         super().__init__(8, 2, 16, dropout=0.0, batch_first=True)
 

@@ -73,7 +73,6 @@ def load(monkeypatch):
 
 @pytest.fixture
 def user(load):
-    """A module of a user's that was loaded before torch was patched."""
     return load()
 
 

@@ -25,7 +25,6 @@ OPTIMIZERS = {
 
 
 def capture(function):
-    """Returns a graph that replays a function, and what the function returned while it was captured."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         return graph, function()

@@ -251,7 +251,6 @@ def show_float(*args, **kwargs):
 
 @pytest.fixture
 def patched():
-    """A session at O4 for a small model on the CPU."""
     model = nn.Linear(3, 5)
     return amp.initialize(model, opt_level="O4", verbosity=0)
 

@@ -22,7 +22,6 @@ def paths(op):
 
 
 def effects(op, path=None):
-    """The effects of one name by level."""
     name = next(name for name in amp.explain(op).names if path in (None, name.path))
     return {effect.opt_level: effect for effect in name.effects()}
 
@@ -230,7 +229,6 @@ def test_a_row_of_another_torch_version_is_named_as_such():
 
 @pytest.fixture
 def my_ops():
-    """A module with a function."""
     module = types.ModuleType("my_ops")
     module.fused = lambda x: x
     return module

@@ -22,8 +22,6 @@ LIBRARY = torch.library.Library("ampatch_tests", "FRAGMENT")
 
 
 class Mode(TorchDispatchMode):
-    """Runs what it sees, but for ops that have a rule for it."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 

@@ -169,7 +169,6 @@ def is_floating(value):
 
 
 def call(case, model, dtype):
-    """Returns the floating outputs, and the inputs that want a gradient."""
     args, kwargs = case.inputs(dtype)
     torch.manual_seed(1)  # dropout draws the same numbers at every level
     outputs = list(filter(is_floating, tree_leaves(model(*args, **kwargs))))
@@ -354,7 +353,6 @@ TRANSFORMS = {
 
 
 def transform(case, given):
-    """What each transform gives, or the error that it raises."""
     found = {}
     for name, run in TRANSFORMS.items():
         try:

@@ -79,7 +79,6 @@ def mean_square(output):
 
 
 def assert_equal(found, expected):
-    """The same numbers, whatever their types."""
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine.float(), theirs.float())
 

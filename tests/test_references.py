@@ -21,15 +21,11 @@ ORIGINALS = (
 
 
 class Plain:
-    """An object with attributes."""
-
     def __init__(self, function):
         self.function = function
 
 
 class Slotted:
-    """An object whose attributes are not in a dictionary."""
-
     __slots__ = ("empty", "function")
 
     def __init__(self, function):

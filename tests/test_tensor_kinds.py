@@ -44,8 +44,6 @@ class Plain(Tensor):
 
 
 class Logs(Tensor):
-    """Notes the functions that it is told of."""
-
     told: list
 
     @classmethod
@@ -298,8 +296,6 @@ def test_what_the_model_itself_calls_is_cast_there_or_by_another_level():
 
 
 class Records(nn.Module):
-    """Writes its output into the dictionary that it is given, and returns that."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 2)

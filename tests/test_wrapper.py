@@ -185,8 +185,6 @@ def test_what_a_script_has_put_in_the_place_of_a_softmax_is_called_as_before(mon
 
 
 class Ops(TorchDispatchMode):
-    """Notes the ops that run, casts among them."""
-
     def __init__(self):
         super().__init__()
         self.names = []
