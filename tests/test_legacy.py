@@ -512,6 +512,14 @@ def test_masks_of_bytes_choose_what_is_set_while_functions_are_patched(name, opt
         assert MASKING[name](x.clone()).tolist() == [0, 1, 0]
 
 
+def test_a_function_that_a_script_registers_takes_what_it_took():
+    amp.register_float_function(torch, "stft")
+    model = torch.nn.Linear(1, 1)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O4", verbosity=0)
+    with legacy():
+        assert torch.stft(torch.ones(16), 4, window=torch.ones(4)).shape[-1] == 2
+
+
 BINARY_LOSSES = {
     "probabilities": lambda x, label: F.binary_cross_entropy(x.float().sigmoid(), label),
     "logits": F.binary_cross_entropy_with_logits,
