@@ -89,26 +89,6 @@ def test_every_patch_over_ours_is_left_and_named_once_and_the_rest_is_undone(pat
     assert vars(Owner)["own"] is own
 
 
-@pytest.mark.parametrize("back", ["ours", "the original"])
-@pytest.mark.parametrize("is_deleted", [False, True], ids=["replaced", "deleted"])
-def test_closing_again_when_the_other_patch_is_gone_undoes_ours_once(patcher, back, is_deleted):
-    module = make_module()
-    before = module.function
-    patcher.replace(module, "function", replacement)
-    module.function = other
-    if is_deleted:
-        del module.function
-    with pytest.raises(amp.PatchConflictError, match=r"^made\.function"):
-        patcher.close()
-    assert vars(module).get("function") is (None if is_deleted else other)
-    module.function = replacement if back == "ours" else before
-    patcher.close()
-    assert module.function is before
-    module.function = other
-    patcher.close()
-    assert module.function is other
-
-
 @pytest.fixture
 def patched_over():
     """A session whose patch of torch.mm somebody else has patched over; undone at the end."""
