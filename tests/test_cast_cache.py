@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ampatch as amp
 from apex_rows import shows
 from caching import MODES, WITHOUT_GRAD, CountCasts, Tied, backward, open_session, open_training
 
@@ -36,15 +35,6 @@ def test_several_uses_and_forwards_add_up_to_one_gradient():
     (model(x).sum() + model(2 * x).sum()).backward()
     assert model.weight.grad.dtype is torch.float32
     assert torch.equal(model.weight.grad, reference.weight.grad)
-
-
-def test_several_backward_passes_may_share_a_cast_also_one_that_was_cleared():
-    model = open_session(Tied())
-    losses = [model(ONES).sum(), model(ONES).sum()]
-    first = torch.autograd.grad(losses[0], model.weight, retain_graph=True)[0]
-    for loss in (losses[0], losses[1], model(ONES).sum()):
-        assert torch.equal(torch.autograd.grad(loss, model.weight)[0], first)
-        amp.clear_cache()
 
 
 # ---- Iterations ----

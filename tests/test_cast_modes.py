@@ -57,14 +57,6 @@ def test_a_sparse_parameter_is_cast():
         assert torch.equal(result.float(), torch.ones(3, 2))
 
 
-def test_a_transform_of_torch_func_leaves_no_dead_cast_behind(linear):
-    params = dict(linear.named_parameters())
-    grads = torch.func.grad(lambda p: torch.func.functional_call(linear, p, (X,)).float().sum())(params)
-    torch.func.vmap(linear)(X)
-    linear(X).float().sum().backward()
-    assert torch.equal(grads["weight"], linear.weight.grad)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd])
 def test_a_transform_over_the_input_leaves_no_dead_cast_behind(linear, transform):
