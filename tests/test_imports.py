@@ -54,9 +54,9 @@ def loaded():
     return json.loads(subprocess.check_output([sys.executable, "-c", CODE], text=True))
 
 
-@pytest.mark.parametrize("room", ["doctor", "sweeps", "integrations", "testing", "apex"])
-def test_the_package_loads_tools_when_asked(loaded, room):
-    assert [name for name in loaded["import ampatch"] if name.startswith(f"ampatch.{room}")] == []
+def test_the_package_loads_tools_when_asked(loaded):
+    rooms = {name.split(".")[1] for name in loaded["import ampatch"] if name.startswith("ampatch.")}
+    assert not rooms & {"doctor", "sweeps", "integrations", "testing", "apex"}
 
 
 def test_the_command_line_itself_does_not_import_what_is_slow(loaded):

@@ -10,7 +10,8 @@ from apex_rows import shows
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
-# Of each level: cast_model_type, patched, patch type, BatchNorm float32, masters, scale
+FIELDS = ("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32")
+# Of each level: these fields, masters, scale
 LEVELS = {
     "O0": (FP32, False, None, None, False, "1.0"),
     "O1": (None, True, FP16, None, False, "dynamic"),
@@ -28,14 +29,7 @@ def resolve_with(level, **overrides):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_level_means_what_the_table_says(level):
     policy = resolve_with(level)
-    found = (
-        policy.cast_model_type,
-        policy.patch_torch_functions,
-        policy.patch_torch_functions_type,
-        policy.keep_batchnorm_fp32,
-        policy.master_weights,
-        str(policy.loss_scale),
-    )
+    found = *(getattr(policy, name) for name in FIELDS), policy.master_weights, str(policy.loss_scale)
     assert found == LEVELS[level]
     assert policy.opt_level == level
     assert policy.cast_model_outputs is None
