@@ -116,23 +116,6 @@ def test_what_is_not_provided_is_told(text, name, check):
     assert list(check(text)[1]) == [name]
 
 
-def test_the_lines_of_every_use_are_told(check):
-    provided, missing = check(
-        """\
-        from apex import amp
-        from apex.contrib import (
-            sparsity,
-        )
-        amp.initialize(
-            amp.initialize
-        )
-        if amp: pass
-        """
-    )
-    assert provided == {"apex.amp": (1, 8), INITIALIZE: (5, 6)}
-    assert missing == {"apex.contrib.sparsity": (2,)}
-
-
 def test_a_check_leaves_no_session_and_runs_nothing(check):
     check("from apex import amp\nraise SystemExit('ran')")
     with pytest.raises(amp.NotInitializedError):
