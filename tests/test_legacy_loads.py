@@ -251,14 +251,28 @@ def test_modules_and_optimizers_of_apex_are_loaded_by_its_name_and_by_ours(modul
         assert type(torch.load(file)) is type(made)
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_whole_model_that_is_initialized_is_loaded(level):
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["bare", "watched"])
+def test_a_whole_model_that_is_initialized_is_loaded(level, keeps, tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0)
-    file, x = saved(model), torch.randn(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watched = {"post_mortem": tmp_path} if keeps else {}  # the command `run` does so by itself
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **watched)
+    x = torch.randn(3, 2)
+    with amp.scale_loss(model(x).sum(), optimizer) as scaled:
+        scaled.backward()
+    file = saved(model)
     with legacy():
         loaded = torch.load(file)
     assert torch.equal(loaded(x), model(x))
+
+
+def test_what_a_module_of_ours_only_imports_is_refused():
+    named = b"campatch.steps.optimizer\nExitStack\n"
+    file = with_pickle(
+        lambda data: data.replace(b"ccollections\nOrderedDict\n", named), collections.OrderedDict()
+    )
+    assert "ampatch.steps.optimizer.ExitStack" in refused(lambda: torch.load(file))
 
 
 @pytest.mark.parametrize("of", [torch.nn.functional, torch, torch.Tensor], ids=lambda of: of.__name__)

@@ -170,7 +170,9 @@ NETWORKS += tuple(
     for root in ("apex", "ampatch.apex")
     for part in ("normalization", "optimizers", "parallel.sync_batchnorm", "parallel.LARC")
 )
-HOOKS = ("ampatch.models.", "ampatch.steps.")  # of ours, which a model has while it is initialized
+# Of ours, which a model has while it is initialized: modules, and single classes of others.
+HOOKS = ("ampatch.models.", "ampatch.steps.", "ampatch.session.attachments.RefreshWeights")
+HOOKS += ("ampatch.watching.post_mortem.LastForward", "ampatch.watching.misuse.half_weights._FirstForward")
 TRUSTED = ("builtins", "collections", "enum", "abc", "typing", "argparse", "types")
 # Packages whose objects call no methods of others: those of torch.nn do.
 DATA = ("builtins", "collections", "torch", "numpy", "pathlib", "datetime")
@@ -233,10 +235,15 @@ def is_network(module: str) -> bool:
     return f"{module}.".startswith(NETWORKS)
 
 
+def is_hook(kind: type) -> bool:
+    """Whether a class is of ours, whose objects keep float32 values of a model, or watch it."""
+    return f"{kind.__module__}.{kind.__qualname__}".startswith(HOOKS)
+
+
 def is_data(value: object) -> bool:
     """Whether no method of the script runs when a value is compared, hashed or looped over."""
     kind = type(value)
-    if isinstance(value, (type, enum.Enum, Unknown)):
+    if isinstance(value, (type, enum.Enum, Unknown)) or is_hook(kind):
         return True
     if kind.__module__.partition(".")[0] not in DATA or is_network(kind.__module__):
         return False
@@ -295,8 +302,8 @@ class Unpickler(pickle._Unpickler):  # the one in Python: that in C lets nobody 
         for table in (CALLED, VALUES, self._of_torch):
             if path in table:
                 return table[path]
-        hook = vars(sys.modules.get(module, types)).get(name) if module.startswith(HOOKS) else None
-        if isinstance(hook, type):
+        hook = vars(sys.modules.get(module, types)).get(name)
+        if isinstance(hook, type) and hook.__module__ == module and is_hook(hook):
             self._called.add(id(hook))
             return hook
         kind = None if "." in name else find_network(module, name) or find_own(module, name)
