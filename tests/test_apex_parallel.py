@@ -402,6 +402,7 @@ def accumulate_unsynchronized(level, scale, wrap, stop, delay, read=False):
             run_block(wrapped, optimizer, x, delay_unscale=delay)
             if read:  # a norm for the log
                 assert max(flat_grads(optimizer)[0]) <= 4.0, "unscaled"
+        assert not is_equal_on_ranks([model.weight.grad]), "averaged"
     getattr(wrapped, stop.replace("disable", "enable"))()
     run_block(wrapped, optimizer, x)
     return flat_grads(optimizer)
