@@ -27,14 +27,6 @@ def load(model, **kwargs):
     model.load_state_dict({name: value - 2 for name, value in model.state_dict().items()}, **kwargs)
 
 
-def assign_data(model):
-    model.weight.data = model.weight.data - 2
-
-
-def assign_parameter(model):
-    model.weight = nn.Parameter(model.weight.detach() - 2)
-
-
 def flatten_and_back(model):
     vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     torch.nn.utils.vector_to_parameters(vector - 2, model.parameters())
@@ -87,8 +79,8 @@ EDITS = {
     "loaded": load,
     "loaded by assignment": lambda model: load(model, assign=True),
     "loaded from an average": load_average,
-    "assigned data": assign_data,
-    "assigned parameter": assign_parameter,
+    "assigned data": lambda model: setattr(model.weight, "data", model.weight.data - 2),
+    "assigned parameter": lambda model: setattr(model, "weight", nn.Parameter(model.weight.detach() - 2)),
     "flattened and back": flatten_and_back,
     "moved memory": move_memory_and_edit,
     "grown memory": grow_memory,
@@ -137,22 +129,15 @@ def flatten(model):
     return flat.fill_
 
 
-def take_from_numpy(model):
-    array = np.zeros((5, 3), np.float32)
-    model.weight.data = torch.from_numpy(array)
-    return array.fill
+def take_from(convert):
+    """The weight lies in memory that is not torch's."""
 
+    def take(model):
+        array = np.frombuffer(bytearray(60), np.float32)
+        model.weight.data = convert(array).view(5, 3)
+        return array.fill
 
-def take_from_dlpack(model):
-    array = np.zeros((5, 3), np.float32)
-    model.weight.data = torch.from_dlpack(array)
-    return array.fill
-
-
-def take_from_bytes(model):
-    array = np.frombuffer(bytearray(60), np.float32)
-    model.weight.data = torch.frombuffer(array.data, dtype=torch.float32).view(5, 3)
-    return array.fill
+    return take
 
 
 KEEPERS = {
@@ -160,9 +145,9 @@ KEEPERS = {
     "an array": lambda model: model.weight.detach().numpy().fill,
     "a row of data": lambda model: model.weight.data[1].fill_,
     "flat memory": flatten,
-    "numpy's": take_from_numpy,
-    "dlpack's": take_from_dlpack,
-    "bytes": take_from_bytes,
+    "numpy's": take_from(torch.from_numpy),
+    "dlpack's": take_from(torch.from_dlpack),
+    "bytes": take_from(lambda array: torch.frombuffer(array.data, dtype=torch.float32)),
 }
 
 
