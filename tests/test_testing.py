@@ -106,12 +106,8 @@ def fails(match, function, *args, **kwargs):
     assert not is_open()
 
 
-def off():
-    return SESSION.casts.thread.is_off()
-
-
 def is_casting():
-    return is_open() and not off()
+    return is_open() and not SESSION.casts.thread.is_off()
 
 
 def writes(x):
