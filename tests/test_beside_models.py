@@ -32,6 +32,38 @@ def backward(model, optimizer):
     scaled_backward(model(X).float().pow(2).sum(), optimizer)
 
 
+# ---- Weights and gradients ----
+
+INITIALIZERS = ["xavier_uniform_", "kaiming_normal_", "trunc_normal_", "eye_"]
+
+
+@pytest.mark.exhaustive(keep=10)
+@LEVELS
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_a_weight_is_initialized_anew_with_the_numbers_that_torch_draws(name, level):
+    initialize = getattr(nn.init, name)
+    torch.manual_seed(1)
+    expected = initialize(torch.empty(8, 3))
+    model, _ = open_training(level)
+    torch.manual_seed(1)
+    initialize(model[0].weight)
+    # Random numbers of a half type are others, of the same size.
+    if model[0].weight.dtype is torch.float32 or name == "eye_":
+        assert torch.equal(model[0].weight.float(), expected)
+    else:
+        assert 0.3 < model[0].weight.float().std() / expected.std() < 3
+    assert torch.equal(model.state_dict()["0.weight"], model[0].weight.float())
+
+
+@PATCHED
+def test_orthogonal_weights_are_made_in_float32(level):
+    model, _ = open_training(level)
+    nn.init.orthogonal_(model[0].weight)
+    with amp.disable_casts():
+        product = model[0].weight.detach().T @ model[0].weight.detach()
+    torch.testing.assert_close(product, torch.eye(3), atol=1e-5, rtol=0)
+
+
 @LEVELS
 @pytest.mark.parametrize(
     "options", [{}, {"foreach": True}, {"foreach": False}, {"norm_type": float("inf")}], ids=str
@@ -51,6 +83,8 @@ def test_gradients_are_clipped_by_norms_in_float32(options, level):
     nn.utils.clip_grad_value_(params, 0.001)
     assert max(param.grad.abs().max() for param in params) <= 0.001
 
+
+# ---- Random numbers ----
 
 DRAWS = {
     "Normal": lambda y: distributions.Normal(y, nn.functional.softplus(y) + 0.1),
@@ -78,6 +112,9 @@ def test_distributions_of_a_models_output_draw_and_score(name, level):
     assert model[3].bias.grad is not None
 
 
+# ---- Numbers of other kinds ----
+
+
 @LEVELS
 def test_complex_numbers_are_left_alone(level):
     z = torch.complex(torch.eye(3), torch.ones(3, 3))
@@ -100,6 +137,9 @@ def test_a_quantized_model_beside_ours_gives_what_it_gave(level):
     with amp.disable_casts():
         assert torch.equal(quantized(X), expected)
     torch.testing.assert_close(quantized(X).float(), expected, atol=0.05, rtol=0.05)
+
+
+# ---- torch.autocast in the same program ----
 
 
 @PATCHED

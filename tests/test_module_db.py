@@ -1,5 +1,6 @@
 """Every module of torch.nn at every level: those of PyTorch's test database, and those that it lacks."""
 
+import copy
 import functools
 import inspect
 import math
@@ -14,8 +15,6 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import ampatch as amp
-from helpers import scaled_backward
-from nets import sgd
 
 pytestmark = [
     # What torch itself says of PyTorch's samples: reductions that are wanted, fast paths that are not taken.
@@ -40,24 +39,21 @@ def images(*shape):
     return pool(2, return_indices=True)(x(1, 1, *shape))
 
 
-def log_softmax():
-    return nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10])
-
-
-def decoder():
-    return nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0), 2)
-
-
 # Modules of torch.nn that module_db lacks, or makes in one way only: how to make one, and what to call it on.
-IDS, TARGET = torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 6, 12, 3])
 OTHERS = {
-    "AdaptiveLogSoftmaxWithLoss": (log_softmax, lambda: (x(4, 8), TARGET)),
+    "AdaptiveLogSoftmaxWithLoss": (
+        lambda: nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10]),
+        lambda: (x(4, 8), torch.tensor([1, 6, 12, 3])),
+    ),
     "AlphaDropout": (nn.AlphaDropout, lambda: (x(3, 4),)),
     "ChannelShuffle": (lambda: nn.ChannelShuffle(2), lambda: (x(1, 4, 2, 2),)),
     "CosineSimilarity": (nn.CosineSimilarity, lambda: (x(3, 4), x(3, 4))),
     "CrossMapLRN2d": (lambda: nn.CrossMapLRN2d(3), lambda: (x(1, 4, 3, 3),)),
     "Dropout": (nn.Dropout, lambda: (x(3, 4),)),
-    "EmbeddingBag": (lambda: nn.EmbeddingBag(5, 4, mode="sum"), lambda: (IDS, None, x(2, 2))),
+    "EmbeddingBag": (
+        lambda: nn.EmbeddingBag(5, 4, mode="sum"),
+        lambda: (torch.tensor([[1, 2], [3, 4]]), None, x(2, 2)),
+    ),
     "Flatten": (nn.Flatten, lambda: (x(2, 3, 4),)),
     "Fold": (lambda: nn.Fold((4, 4), (2, 2)), lambda: (x(1, 8, 9),)),
     "FractionalMaxPool2d": (lambda: nn.FractionalMaxPool2d(2, 2), lambda: (x(1, 2, 4, 4),)),
@@ -73,9 +69,15 @@ OTHERS = {
     "PixelShuffle": (lambda: nn.PixelShuffle(2), lambda: (x(1, 4, 2, 2),)),
     "PixelUnshuffle": (lambda: nn.PixelUnshuffle(2), lambda: (x(1, 1, 4, 4),)),
     "RReLU": (nn.RReLU, lambda: (x(3, 4) - 0.5,)),
-    "TransformerDecoder": (decoder, lambda: (x(3, 2, 4), x(3, 2, 4))),
+    "TransformerDecoder": (
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0), 2),
+        lambda: (x(3, 2, 4), x(3, 2, 4)),
+    ),
     "TripletMarginLoss": (nn.TripletMarginLoss, lambda: (x(3, 4), x(3, 4), x(3, 4))),
-    "TripletMarginWithDistanceLoss": (nn.TripletMarginWithDistanceLoss, lambda: (x(3, 4), x(3, 4), x(3, 4))),
+    "TripletMarginWithDistanceLoss": (
+        nn.TripletMarginWithDistanceLoss,
+        lambda: (x(3, 4), x(3, 4), x(3, 4)),
+    ),
     "Unflatten": (lambda: nn.Unflatten(1, (2, 2)), lambda: (x(3, 4),)),
     "Unfold": (lambda: nn.Unfold((2, 2)), lambda: (x(1, 2, 4, 4),)),
     "Upsample": (lambda: nn.Upsample(scale_factor=2, mode="bicubic"), lambda: (x(1, 1, 4, 4),)),
@@ -164,15 +166,13 @@ class Outcome:
     unmoved: int = 0  # how many parameters with a gradient stayed where they were
 
 
-def is_floating(value):
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
 def call(case, model, dtype):
     args, kwargs = case.inputs(dtype)
     torch.manual_seed(1)  # dropout draws the same numbers at every level
-    outputs = list(filter(is_floating, tree_leaves(model(*args, **kwargs))))
-    return outputs, [leaf for leaf in filter(is_floating, tree_leaves((args, kwargs))) if leaf.requires_grad]
+    leaves = tree_leaves(model(*args, **kwargs))
+    outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return outputs, [leaf for leaf in inputs if leaf.requires_grad]
 
 
 def loss_of(outputs):
@@ -196,9 +196,11 @@ def train(case, model, dtype, optimizer):
     loss = loss_of(outputs)
     if optimizer is None:
         loss.backward()
+        params = list(model.parameters())
     else:
-        scaled_backward(loss, optimizer)
-    params = list(amp.master_params(optimizer) if optimizer else model.parameters())
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        params = list(amp.master_params(optimizer))
     grads = [tensor.grad for tensor in (*params, *inputs) if tensor.grad is not None]
     return Outcome(
         case.name,
@@ -217,6 +219,11 @@ def try_to_train(case, model, dtype, optimizer=None):
         return Outcome(case.name, error=f"{type(error).__name__}: {error}")
 
 
+def sgd(model):
+    params = list(model.parameters())
+    return torch.optim.SGD(params, lr=0.1) if params else None
+
+
 @functools.cache
 def run_in_float32(name):
     return [try_to_train(case, case.model, FULL) for case in cases_of(name)]
@@ -231,7 +238,7 @@ def run_group(names, opt_level):
     if opt_level in ("O2", "O5") and len(names) > 1:
         return {name: run_group((name,), opt_level)[name] for name in names}
     runs = [
-        (name, case, sgd(case.model) if [*case.model.parameters()] else None, plain)
+        (name, case, sgd(case.model), plain)
         for name in names
         for case, plain in list(zip(cases_of(name), run_in_float32(name), strict=True))[:: STRIDES[opt_level]]
     ]
@@ -300,6 +307,21 @@ def test_the_loss_is_close_to_that_of_float32(opt_level):
             assert abs(found.loss - plain.loss) <= TOLERANCES[opt_level] * plain.size + 1e-3, (name, found)
 
 
+@pytest.mark.exhaustive(keep=2)
+@each_dozen
+def test_a_module_that_was_not_stepped_is_as_it_was(names):
+    cases = [(name, case) for name in names for case in cases_of(name) if not case.training]
+    before = [copy.deepcopy(case.model.state_dict()) for _, case in cases]
+    amp.initialize([case.model for _, case in cases], opt_level="O2", verbosity=0)
+    for _, case in cases:
+        call(case, case.model, FULL)
+    amp.uninitialize()
+    for (name, case), state in zip(cases, before, strict=True):
+        for key, value in case.model.state_dict().items():
+            assert value.dtype is state[key].dtype
+            assert torch.equal(value, state[key]), (name, case.name, key)
+
+
 # ---- Every module in the transforms of torch.func ----
 
 
@@ -333,6 +355,10 @@ class Function:
         params, *inputs = self.args
         samples = [torch.stack((value, 0.75 * value)) for value in inputs]
         return vmap(function, (None, *[0] * len(samples)), randomness="same")(params, *samples)
+
+
+def is_floating(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def push_forward(function):

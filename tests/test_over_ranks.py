@@ -251,17 +251,18 @@ def test_a_rank_that_skips_a_step_of_local_sgd_still_takes_part_in_the_average(l
     assert are_close(params, two(average_locally, "O0", True, 0.0)[0][0])
 
 
-# ---- Pipelines, hooks of DistributedDataParallel ----
+# ---- Several models and losses, pipelines, hooks of DistributedDataParallel ----
 
 SCALE = amp.DynamicLossScale(256.0, growth_interval=3, max_scale=1024.0)
+OVERFLOWS = {(1, 0), (2, 2), (3, 1)}  # steps and losses that overflow, on the last rank alone
 
 
-def build_parts(level, **options):
-    """A model in two parts, and an optimizer for each."""
+def build_parts(level, count=1, **options):
+    """A model in two parts, an optimizer for each, and a loss scale for each of `count` losses."""
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 6)]
     optimizers = [AdamW(parts[0].parameters(), lr=0.01, eps=1e-2), bare_sgd(parts[1])]
-    options |= {"loss_scale": SCALE, "verbosity": 0, "alarms": None}
+    options |= {"num_losses": count, "loss_scale": SCALE, "verbosity": 0, "alarms": None}
     amp.initialize(parts, optimizers, opt_level=level or "O0", enabled=level is not None, **options)
     return parts, optimizers
 
@@ -272,6 +273,41 @@ def bare_sgd(part):
 
 def make_batch(step):
     return torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def train_two_models(level):
+    """Trains two models by three losses, two of one optimizer; no level: alone, on joined batches."""
+    parts, optimizers = build_parts(level, 3)
+    is_alone, rows = level is None, slice(None) if level is None else slice(dist.get_rank(), None, 2)
+    first, second = parts if is_alone else map(DistributedDataParallel, parts)
+    skips = []
+    for step in range(5):
+        x, y = make_batch(step)[:, rows]
+        for index, ids in ((1, (0, 1)), (0, (2,))):
+            skip = [(step, one) for one in ids if (step, one) in OVERFLOWS]
+            for one in ids:
+                hidden = first(x) if one == 2 else first(x).detach()
+                is_odd = (step, one) in OVERFLOWS and not is_alone and dist.get_rank()
+                loss = (second(hidden).float() - y / (1 + one)).pow(2).mean() * (
+                    float("inf") if is_odd else 1
+                )
+                with amp.scale_loss(loss, optimizers[index], loss_id=one) as scaled_loss:
+                    scaled_loss.backward()
+            if not (is_alone and skip):
+                optimizers[index].step()
+            skips.append(bool(skip) if is_alone else amp.step_was_skipped(optimizers[index]))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return [copies(one) for one in optimizers], skips, [amp.get_loss_scale(one) for one in range(3)]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_models_with_three_losses_take_the_steps_of_one_process(level, two):
+    found, others = two(train_two_models, level)
+    assert snapshot(found) == snapshot(others)
+    expected, skips, _ = train_two_models(None)
+    assert found[1:] == (skips, [256.0, 256.0, 128.0])
+    assert all(map(are_close, found[0], expected))
 
 
 def train_stage(level, schedule, steps=6):

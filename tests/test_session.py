@@ -20,6 +20,9 @@ def make():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+# ---- Undo ----
+
+
 @shows("initialize-undo-defect", "never-way-back")
 @pytest.mark.parametrize("opt_level", UNROUNDED)
 def test_uninitialize_restores_everything_bit_for_bit_any_number_of_times(opt_level):
@@ -68,6 +71,25 @@ def test_uninitialize_at_o3_restores_everything_but_the_rounding():
     assert [param.tolist() for param in model.parameters()] == rounded
 
 
+def test_uninitialize_undoes_every_call():
+    pairs = [make_trained() for _ in range(3)]
+    before = [picture(*pair) for pair in pairs]
+    for (model, optimizer), opt_level in zip(pairs, ["O2", "O4", "O5"], strict=True):
+        amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    amp.uninitialize()
+    for pair, expected in zip(pairs, before, strict=True):
+        assert_same_picture(picture(*pair), expected)
+
+
+def test_an_unfinished_block_does_not_keep_uninitialize_from_undoing():
+    model, optimizer = make_trained()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=4.0)
+    scaled_backward(model(X).sum(), optimizer, delay_unscale=True)
+    amp.uninitialize()
+    assert {param.dtype for param in model.parameters()} == {FULL}
+    assert {param.grad.dtype for param in model.parameters()} == {FULL}
+
+
 def test_hooks_of_the_user_stay():
     model, optimizer = make_trained()
     calls = []
@@ -79,6 +101,9 @@ def test_hooks_of_the_user_stay():
     model(X)
     optimizer.step()
     assert calls == ["forward", "later", "step"]
+
+
+# ---- What comes back ----
 
 
 @shows("initialize-shapes", "patterns-return")
@@ -100,6 +125,9 @@ def test_what_comes_back_has_the_shape_of_what_went_in(enabled):
     assert call((f,), (t,)) == ((f,), (t,))
     assert call(a, []) == (a, [])
     assert call([a], [o]) == ([a], [o])
+
+
+# ---- enabled=False ----
 
 
 @pytest.fixture

@@ -49,6 +49,11 @@ MODELS = {
 }
 
 
+def open_model(name, level):
+    """An initialized model in eval, where torch lets BatchNorm be transformed."""
+    return open_session(MODELS[name]().eval(), opt_level=level)
+
+
 def derive_input(model, x):
     return grad(lambda x: model(x).float().pow(2).sum())(x)
 
@@ -97,7 +102,6 @@ PAIRS = [(name, transform) for transform in {**TRANSFORMS, **FORWARD_MODE} for n
     ("name", "transform"), [pair for pair in PAIRS if pair[0] != "attention" or pair[1] in TRANSFORMS]
 )
 def test_a_transform_gives_what_it_gives_in_float32(transform, name, level):
-    # In eval, where torch lets BatchNorm be transformed.
     model, run = MODELS[name]().eval(), {**TRANSFORMS, **FORWARD_MODE}[transform]
     expected = run(model, X)
     open_session(model, opt_level=level)
@@ -105,6 +109,35 @@ def test_a_transform_gives_what_it_gives_in_float32(transform, name, level):
     assert expected.dtype is torch.float32
     # Numbers of the order of 1, with an error of some roundings to bfloat16, which has 8 bits.
     torch.testing.assert_close(found.float(), expected, atol=0.06, rtol=0.06)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_functional_call_are_those_of_backward(name, level):
+    model = open_model(name, level)
+    params = dict(model.named_parameters())
+    found = grad(lambda params: functional_call(model, params, (X,)).float().pow(2).sum())(params)
+    model(X).float().pow(2).sum().backward()
+    for key, param in params.items():
+        assert found[key].dtype is param.dtype
+        # Not bitwise: a transform splits some derivatives into other operations.
+        torch.testing.assert_close(found[key], param.grad, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_each_sample_are_those_of_the_samples_one_by_one(name, level):
+    model = open_model(name, level)
+    params = {key: param.detach() for key, param in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+
+    def loss(params, x):
+        return functional_call(model, (params, buffers), (x.unsqueeze(0),)).float().pow(2).sum()
+
+    found = vmap(grad(loss), (None, 0))(params, X)
+    for index, x in enumerate(X):
+        for key, value in grad(loss)(params, x).items():
+            torch.testing.assert_close(found[key][index], value, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("level", LEVELS)
