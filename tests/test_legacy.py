@@ -26,7 +26,7 @@ from ampatch.__main__ import main
 from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.checking import check_file
 from ampatch.apex.legacy import open_legacy as legacy
-from ampatch.apex.legacy import removed
+from ampatch.apex.legacy import removed, rows
 from ampatch.apex.legacy.names import Places
 from ampatch.apex.legacy.patterns import find_cause
 from ampatch.apex.legacy.rows import BREAKS, CLAMP, MASK, NAMES, PATTERNS
@@ -235,6 +235,10 @@ def die(tmp_path, monkeypatch):
         return said[0] if said and row.status == "warns" else None
 
     return run_snippet
+
+
+def test_every_pattern_is_one_that_check_shows():
+    assert {row for row in vars(rows).values() if isinstance(row, rows.Old)} <= {*PATTERNS}
 
 
 MENDED = [row for row in (*NAMES, *PATTERNS) if row.is_mended]

@@ -335,22 +335,8 @@ YAML = mended("yaml.load(file)", "PyYAML 6", "yaml.safe_load")
 
 # In the order in which `ampatch check` shows them.
 PATTERNS = (
-    *(
-        ASYNC,
-        NUMBER,
-        NEXT,
-        VIEW,
-        FROM_ONE,
-        NEGATED,
-        INVERTED,
-        MASK,
-        LABELS,
-        CLAMP,
-        LOAD,
-        VARIABLE,
-        PART,
-        DIVISION,
-    ),
+    *(ASYNC, NUMBER, NEXT, VIEW, FROM_ONE, NEGATED, INVERTED, MASK),
+    *(LEAF, LABELS, CLAMP, LOAD, VARIABLE, PART, DIVISION),
     *(FROM_STRING, RAGGED, COPY, NUMPY_LOAD, SAMPLE, LIBROSA, COLORS, VERBOSE, SAMPLER, BETAS, RANK, PORT),
     *(FFT, STFT, RETAIN, FUNCTION, YAML, VOLATILE, EARLY_STEP, PRETRAINED, CUDA),
 )
