@@ -107,7 +107,7 @@ def test_a_cast_to_float32_is_undone_if_all_that_takes_it_gives_half(tape, taker
     write(tape, "float", [half], [wide]).facts["widens"] = True
     for name, taken, given in takers:
         record = write(tape, name, [wide], [wide if name == "view" else out.clone()])
-        record.inputs, record.outputs = tuple(taken), (given,)
+        record.input_dtypes, record.output_dtypes = tuple(taken), (given,)
     assert [op for _, op in undone_casts(tape.records)] == undone
 
 

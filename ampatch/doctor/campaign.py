@@ -155,7 +155,7 @@ class Campaign:
         trial = Trial(self._start, lambda *_: (), self.run, seen, self._alone(), self.can_afford, **more)
         if silent:
             tried = [trial.order(fault) if fault is tryable else fault for fault in silent]
-            return tuple(sorted(tried, key=lambda finding: not finding.is_mended)), []
+            return tuple(sorted(tried, key=lambda fault: not fault.is_mended)), []
         half, autocast = str(seen.growth["half"]), self.seen["traced"].autocast
         return (), find_what_learns(trial, harmless, half, autocast)
 
@@ -168,10 +168,10 @@ class Campaign:
         if not learns_less(ours, alone.attempts) or not self.can_afford():
             return ""
         other = self._start("drawn anew", replace(self._run_in_float32, seed=1))
-        ends = [ends_of(attempts)[1] for attempts in (ours, alone.attempts, other.attempts)]
+        ends = [ends_of(run)[1] for run in (ours, alone.attempts, other.attempts)]
         if not ends[0] - ends[1] > SPREADS * abs(ends[2] - ends[1]):
             return ""
-        here, there = (f"{said_of_fall(fall_of(attempts))}, to" for attempts in (ours, alone.attempts))
+        here, there = (f"{said_of_fall(fall_of(run))}, to" for run in (ours, alone.attempts))
         return f"The loss {here} {ends[0]:.3g}; in float32 it {there} {ends[1]:.3g}."
 
     def _explain(self, findings: Sequence[Finding], seen: Seen, again: Seen) -> list[Finding]:

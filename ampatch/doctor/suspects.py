@@ -148,10 +148,8 @@ def fall_of(attempts: Sequence[Attempt]) -> float:
 
 def ends_of(attempts: Sequence[Attempt]) -> tuple[float, float]:
     """Returns the mean loss of the first and of the last quarter of a run."""
-    losses, part = (
-        [attempt.value for attempt in attempts if attempt.loss or not attempt.is_dynamic],
-        max(len(attempts) // 4, 1),
-    )
+    losses = [attempt.value for attempt in attempts if attempt.loss or not attempt.is_dynamic]
+    part = max(len(attempts) // 4, 1)
     return sum(losses[:part]) / part, sum(losses[-part:]) / part
 
 

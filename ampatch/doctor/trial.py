@@ -79,14 +79,13 @@ class Trial:
                 self.tried[fix] = self._try(fix)
                 if self.tried[fix].rank == Rank.TRAINS and fix.is_exact and self.tried[fix].gap >= 0:
                     break
-        more = (
-            self._join(finding) if {outcome.rank for outcome in self.tried.values()} == {Rank.BREAKS} else ()
-        )
+        ranks = {outcome.rank for outcome in self.tried.values()}
+        more = self._join(finding) if ranks == {Rank.BREAKS} else ()
         order = sorted([*more, *finding.remedies], key=self._evidence)
         if self.outcome(order[0]).rank != Rank.TRAINS and (last := self._last(finding)):
             order.insert(not isinstance(last, Paste) and order[0] not in self.tried, last)
         tried = tuple(self.outcome(fix).tried for fix in order)
-        others = [came.rank for fix, came in self.tried.items() if not isinstance(fix, Float32)]
+        others = [outcome.rank for fix, outcome in self.tried.items() if not isinstance(fix, Float32)]
         is_last = bool(others) and Rank.TRAINS not in others
         said = (replace(fix, is_last=is_last) if isinstance(fix, Float32) else fix for fix in order)
         return replace(finding, remedies=tuple(said), tried=tried)

@@ -240,8 +240,8 @@ class _Check:
         self.compare(f"{label} in disable_casts()", call.disabled, unchanged)
         self.compare(f"{label} after the session", call.after, unchanged)
 
-    def compare(self, label: str, faults: CallOutcome, expected: CallOutcome) -> None:
-        self.faults += [f"{label}: {difference}" for difference in faults.differences(expected)]
+    def compare(self, label: str, actual: CallOutcome, expected: CallOutcome) -> None:
+        self.faults += [f"{label}: {difference}" for difference in actual.differences(expected)]
 
 
 def _floating(arguments: Arguments) -> list[Tensor]:
@@ -344,28 +344,28 @@ def _error(error: Exception | None) -> str:
     return "returns" if error is None else f"raises {type(error).__name__}: {error}"
 
 
-def _compare(part: str, faults: tuple[object, ...], expected: tuple[object, ...]) -> Iterator[str]:
-    if len(faults) != len(expected):
-        yield f"{part} has {len(faults)} parts, expected {len(expected)}"
+def _compare(part: str, actual: tuple[object, ...], expected: tuple[object, ...]) -> Iterator[str]:
+    if len(actual) != len(expected):
+        yield f"{part} has {len(actual)} parts, expected {len(expected)}"
         return
-    for index, (one, other) in enumerate(zip(faults, expected, strict=True)):
-        name = part if len(faults) == 1 else f"{part}[{index}]"
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        name = part if len(actual) == 1 else f"{part}[{index}]"
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             yield from _compare_tensors(name, one, other)
         elif type(one) is not type(other):
             yield f"{name} is {_describe(one)}, expected {_describe(other)}"
 
 
-def _compare_tensors(name: str, faults: Tensor, expected: Tensor) -> Iterator[str]:
-    if faults.dtype is not expected.dtype:
-        yield f"{name} is {faults.dtype}, expected {expected.dtype}"
-    elif faults.shape != expected.shape:
-        yield f"{name} has the shape {tuple(faults.shape)}, expected {tuple(expected.shape)}"
+def _compare_tensors(name: str, actual: Tensor, expected: Tensor) -> Iterator[str]:
+    if actual.dtype is not expected.dtype:
+        yield f"{name} is {actual.dtype}, expected {expected.dtype}"
+    elif actual.shape != expected.shape:
+        yield f"{name} has the shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     else:
         try:
-            torch.testing.assert_close(faults, expected, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
         except AssertionError:
-            yield f"{name} has other values than expected, in {faults.dtype}"
+            yield f"{name} has other values than expected, in {actual.dtype}"
 
 
 def _describe(item: object) -> str:

@@ -46,10 +46,9 @@ class OwnFloat32(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         arguments = (*args, *kwargs.values())
-        if (
-            name in HALVING
-            or any(dtype in HALF_TYPES for dtype in arguments if isinstance(dtype, torch.dtype))
-        ) and (is_called_by_user()):
+        dtypes = (each for each in arguments if isinstance(each, torch.dtype))
+        is_halving = name in HALVING or any(dtype in HALF_TYPES for dtype in dtypes)
+        if is_halving and is_called_by_user():
             func = Tensor.float if name in HALVING else func
             args, kwargs = tree_map_only(torch.dtype, widen, (args, kwargs))
         return func(*args, **kwargs)

@@ -51,7 +51,7 @@ def region_of(of: Operation, parameters: Iterable[Tensor]) -> Paste | None:
     if in_half and not (is_last or is_part):
         return None
     half = list(tensors_in_statement(statement, frame, is_half_tensor))
-    edits: list[Edit] = [(source.end(name), ".float()", 0) for name in half]
+    edits: list[Edit] = [(source.end(node), ".float()", 0) for node in half]
     if is_part:
         edits = cast_back(source, statement, edits, half)
     if casts and not in_half:  # no casts of functions are on in a half model

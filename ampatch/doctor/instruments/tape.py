@@ -34,8 +34,8 @@ class Op:
     place: Place | None
     where: str | None
     dtype: str = ""  # of the first that it gives
-    inputs: tuple[str, ...] = ()  # dtypes
-    outputs: tuple[str, ...] = ()  # dtypes
+    input_dtypes: tuple[str, ...] = ()
+    output_dtypes: tuple[str, ...] = ()
     parents: tuple[int, ...] = ()
     is_ours: bool = False  # whether ampatch calls it
     number: int = -1  # on the tape
@@ -49,7 +49,7 @@ class Op:
 
     @property
     def is_half(self) -> bool:
-        return any(dtype in HALF for dtype in self.outputs)
+        return any(dtype in HALF for dtype in self.output_dtypes)
 
     @property
     def site(self) -> tuple[object, ...]:
@@ -72,7 +72,7 @@ class Tape:
     def add(self, record: Op, inputs: Collection[Tensor] = (), outputs: Collection[Tensor] = ()) -> None:
         """Adds a record of what takes and gives some tensors; `put` then has these come of it."""
         record.dtype = next((str(tensor.dtype)[6:] for tensor in outputs), "")
-        record.inputs, record.outputs = (
+        record.input_dtypes, record.output_dtypes = (
             tuple(str(tensor.dtype)[6:] for tensor in each) for each in (inputs, outputs)
         )
         record.parents = self.makers_of([*inputs, *outputs])
@@ -251,12 +251,12 @@ class Graph:
             self._nodes.append(node)
             waiting += followers
 
-    def _look(self, index: int, call: Op, names: list[str | None], made: tuple, outer: tuple) -> None:
-        """A hook of a node: `made` are the gradients that it made of those that it took."""
+    def _look(self, index: int, call: Op, names: list[str | None], made: tuple, arrived: tuple) -> None:
+        """A hook of a node: `made` are the gradients that it made of those that `arrived`."""
         with quiet():
             for tensor, name in zip(made, names, strict=False):
                 if tensor is not None and not is_finite(tensor):
-                    self._on_bad(call, self._nodes[index], name, tensor, outer)
+                    self._on_bad(call, self._nodes[index], name, tensor, arrived)
                     return
 
 

@@ -223,9 +223,8 @@ class Trace(OperationInstrument):
         if self.clock.within is not None and bad and not origins:
             return  # gradients that were bad before
         damage = None if worst is None else examine(worst, bool(bad))
-        if (
-            bad and damage is None and not any(tensor.requires_grad for tensor in bad)
-        ):  # data that a mask hides
+        # Data that a mask hides.
+        if bad and damage is None and not any(tensor.requires_grad for tensor in bad):
             call.origins, call.hidden = self.tape.origins_of(*filter(is_finite, inputs)), origins
         if damage is not None and bad and not origins:
             call.origins |= (origins := self._find_unseen(call, bad))

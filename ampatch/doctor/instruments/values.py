@@ -67,9 +67,8 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
         type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in inexact
     ):
         with suppress(RuntimeError):  # of tensors on several devices
-            lengths = torch._foreach_norm(
-                [tensor.detach() for tensor in inexact]
-            )  # on a CPU faster than the largest
+            # On a CPU faster than the largest.
+            lengths = torch._foreach_norm([tensor.detach() for tensor in inexact])
             if torch.isfinite(torch.stack(lengths)).all():  # else a square may have overflowed
                 return True
     return all(map(is_finite, inexact))

@@ -229,13 +229,8 @@ class Growth(Instrument):
         half = self._half or "float16"
         outputs = {layer: growth for layer, growth in self._known.items() if layer[0] == "output"}
         weights = [growth for layer, growth in self._known.items() if layer[0] == "weight" and growth.first]
-        times, grew = (
-            max(
-                (growth.largest / growth.first for growth in weights if growth.largest < math.inf),
-                default=1.0,
-            ),
-            "",
-        )
+        ratios = (growth.largest / growth.first for growth in weights if growth.largest < math.inf)
+        times, grew = max(ratios, default=1.0), ""
         growing = {layer: growth for layer, growth in outputs.items() if growth.latest > GROWN * growth.first}
         limit = torch.finfo(getattr(torch, half)).max
         if growing and max(growth.largest for growth in outputs.values()) > limit / NEAR:

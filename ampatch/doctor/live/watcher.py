@@ -436,4 +436,4 @@ def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
 
 
 def alive(references: Iterable[weakref.ref[Object]]) -> list[Object]:
-    return [objects for find in references if (objects := find()) is not None]
+    return [held for find in references if (held := find()) is not None]

@@ -54,10 +54,8 @@ class Ranges(Instrument, amp.Observer):
 
     def end_backward(self) -> None:
         """Looks at the gradients of the first backward pass of an attempt: later ones add to them."""
-        attempt, grads = (
-            self.clock.attempt,
-            [parameter.grad for parameter in self.clock.changed if parameter.grad.numel()],
-        )
+        attempt = self.clock.attempt
+        grads = [parameter.grad for parameter in self.clock.changed if parameter.grad.numel()]
         if self._uses_float16 and is_sample(attempt) and attempt not in self.shares and grads:
             self.shares[attempt] = torch.stack([share_of_bad(plain(grad)) for grad in grads]).max().item()
 

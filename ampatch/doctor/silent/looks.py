@@ -201,7 +201,7 @@ class Looks(OperationInstrument):
                 for fault in self._faults[number]:
                     self._notes.put(fault)
             rounded = [self._rounded[number] for number in sorted(reached & self._rounded.keys())]
-            for fault in sorted(rounded, key=lambda finding: -finding.facts["growth"])[:1]:
+            for fault in sorted(rounded, key=lambda fault: -fault.facts["growth"])[:1]:
                 self._notes.put(fault)
 
     # ---- Sums and updates ----
@@ -254,17 +254,17 @@ class Looks(OperationInstrument):
     def _look_at_sum(self, operation: Operation, repeated: Operation | None, result: Tensor) -> None:
         """Compares a sum with that of float32."""
         wanted = self._twin.repeat(repeated) if repeated and result.dtype in HALF_TYPES else ()
-        for record in wanted[:1]:
+        for expected in wanted[:1]:
             have = plain(result).float()
             into, buffer = plain(repeated.args[0]).float(), self._buffer_of(operation.args[0])
-            wrong = torch.isfinite(record) & ((have - record).abs() > WRONG * record.abs())
-            if into.shape == record.shape and is_whole(into, record) and (buffer or not wrong.any()):
-                if ((record != into) & ((have - record).abs() >= (record - into).abs() / 2)).any():
+            wrong = torch.isfinite(expected) & ((have - expected).abs() > WRONG * expected.abs())
+            if into.shape == expected.shape and is_whole(into, expected) and (buffer or not wrong.any()):
+                if ((expected != into) & ((have - expected).abs() >= (expected - into).abs() / 2)).any():
                     self._count(operation.record, operation.args[0], result)
                 continue
             if wrong.any():
-                worst = int((have - record).abs().where(wrong, 0).argmax())
-                numbers = {"have": have.flatten()[worst].item(), "wanted": record.flatten()[worst].item()}
+                worst = int((have - expected).abs().where(wrong, 0).argmax())
+                numbers = {"have": have.flatten()[worst].item(), "wanted": expected.flatten()[worst].item()}
                 numbers |= {"dtype": name_of(result.dtype), "limit": limit_of(result.dtype), **buffer}
                 self._notes.add("lost_sums", operation.record, **numbers)
 
@@ -273,8 +273,8 @@ class Looks(OperationInstrument):
     ) -> None:
         """Looks for counts up to each place, as of the tokens of an expert, beyond what half holds."""
         wanted = self._twin.repeat(repeated) if repeated and result.dtype in HALF_TYPES else ()
-        for record in wanted[:1]:
-            if is_whole(record) and (plain(result).float() != record).any():
+        for expected in wanted[:1]:
+            if is_whole(expected) and (plain(result).float() != expected).any():
                 numbers = {"dtype": name_of(result.dtype), "limit": limit_of(result.dtype), "own": True}
                 self._add("lost_counts", operation.record, **numbers)
 
@@ -304,7 +304,7 @@ class Looks(OperationInstrument):
     def _look_at_cast(self, operation: Operation, _: object, result: Tensor) -> None:
         """Notes a cast to float32, and whole numbers of which a cast makes fewer, in a column of a table."""
         record = operation.record
-        if record.inputs[:1] and record.inputs[0] in HALF and record.dtype == "float32":
+        if record.input_dtypes[:1] and record.input_dtypes[0] in HALF and record.dtype == "float32":
             record.facts["widens"] = is_called_by_user()
         if (
             result.dtype not in HALF_TYPES
@@ -342,7 +342,7 @@ class Looks(OperationInstrument):
         rounded = [
             record
             for record in self.tape.before(record.parents, ANGULAR)
-            if record.op in ANGULAR and half_in(record) and "float32" in (record.dtype, *record.inputs)
+            if record.op in ANGULAR and half_in(record) and "float32" in (record.dtype, *record.input_dtypes)
         ]
         first = min(rounded, key=lambda record: record.number, default=record)
         if half := half_in(first):
@@ -427,12 +427,12 @@ def undone_casts(records: Collection[Op]) -> list[tuple[Op, str]]:
 
 def is_undone(record: Op) -> bool:
     """Says whether an operation that gives half takes float32 alone, or is a cast that ampatch makes."""
-    return record.is_ours if record.op in CASTS else {*record.inputs} == {"float32"}
+    return record.is_ours if record.op in CASTS else {*record.input_dtypes} == {"float32"}
 
 
 def half_in(record: Op) -> str:
     """Returns the half type among what an operation takes and gives, "" where there is none."""
-    return next((dtype for dtype in (*record.inputs, *record.outputs) if dtype in HALF), "")
+    return next((dtype for dtype in (*record.input_dtypes, *record.output_dtypes) if dtype in HALF), "")
 
 
 def limit_of(dtype: torch.dtype) -> int:
