@@ -138,6 +138,17 @@ def test_the_fast_path_is_off_where_this_thread_casts_and_on_elsewhere():
     assert torch.backends.mha.get_fastpath_enabled is is_enabled
 
 
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("name", MODULES)
+def test_evaluation_with_casts_off_is_plain_torchs(name, masks):
+    model, x = MODULES[name]().eval(), data()
+    with torch.no_grad():
+        expected = model(x, **MASKS[masks])
+        open_session(copy.deepcopy(model))
+        with amp.disable_casts():
+            assert torch.equal(model(x, **MASKS[masks]), expected)
+
+
 def test_nested_inputs_need_the_fast_path_and_so_casts_turned_off():
     """As under torch.autocast: attention takes nested tensors on its fast path alone."""
     model = MODULES["encoder"]().eval()
@@ -148,6 +159,14 @@ def test_nested_inputs_need_the_fast_path_and_so_casts_turned_off():
             model(x)
         with amp.disable_casts():
             assert model(x).is_nested
+
+
+def test_a_kept_layer_evaluates_in_float32_at_a_level_that_patches():
+    model, x = MODULES["encoder"]().eval(), data()
+    with torch.no_grad():
+        expected = model(x)
+        open_session(model, keep_fp32=model)
+        assert torch.equal(model(x), expected)
 
 
 # ---- Compiled and scripted ----

@@ -57,7 +57,7 @@ class ProductInTwoParts(Function):
 
 class ProductForAutocast(Function):
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx, x, weight):
         return Product.forward(ctx, x, weight)
 
@@ -65,6 +65,13 @@ class ProductForAutocast(Function):
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, grad):
         return Product.backward(ctx, grad)
+
+
+class ProductInFloat32(ProductForAutocast):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, weight):
+        return Product.forward(ctx, x, weight)
 
 
 class Applies(nn.Module):
@@ -78,7 +85,7 @@ class Applies(nn.Module):
 
 
 @LEVELS
-@pytest.mark.parametrize("function", [Product, ProductInTwoParts, ProductForAutocast])
+@pytest.mark.parametrize("function", [Product, ProductInTwoParts, ProductForAutocast, ProductInFloat32])
 def test_a_functions_own_forward_and_backward_are_patched_as_other_code_is(function, level):
     model = Applies(function)
     x = X.clone().requires_grad_()

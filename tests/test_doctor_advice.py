@@ -30,13 +30,6 @@ torch.manual_seed(0)
 features = torch.randn(320, 16)
 batches = DataLoader(TensorDataset(features, features[:, :4].argmax(1)), batch_size=8)
 
-
-class Inner(nn.Module):
-    def __init__(self, bias=True):
-        super().__init__()
-        self.inner = nn.Linear(16, 16, bias=bias)
-
-
 """
 SCALED = """
 {imports} amp

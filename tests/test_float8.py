@@ -361,6 +361,16 @@ def test_a_model_that_was_pickled_as_a_whole_computes_the_same():
     assert torch.equal(other(x), model(x))
 
 
+def test_checkpointed_layers_have_the_same_gradients():
+    grads = []
+    for forward in (lambda model, x: model(x), lambda model, x: checkpoint(model, x, use_reentrant=False)):
+        model, optimizer = open_model(make_mlp())
+        scaled_backward(loss_of(forward(model, batch_of(model, 0))), optimizer)
+        grads.append([param.grad for param in model.parameters()])
+        amp.uninitialize()
+    assert all(map(torch.equal, *grads))
+
+
 def test_a_compiled_model_is_one_graph_and_trains_alike():
     model, optimizer = open_model(make_mlp())
     expected = train(model, optimizer)

@@ -1,5 +1,8 @@
 """FusedLayerNorm and FusedRMSNorm: torch's normalizations, whatever types input and weights have."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +77,14 @@ def test_a_module_is_one_of_torch_with_the_arguments_of_apex(kind):
     x = torch.randn(2, 4, FEATURES)
     assert_same_bits([layer(x)], [plain(layer)(x)])
     assert kind(FEATURES).eps == 1e-5
+
+
+@KINDS
+def test_copies_and_pickles_work(kind):
+    layer, x = make(kind), batch()
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is kind
+        assert_same_bits(run(other, x), run(layer, x))
 
 
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
@@ -169,6 +180,22 @@ class Net(nn.Module):
     def forward(self, x):
         self.hidden = self.norm(self.linear(x))
         return self.out(self.hidden)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@KINDS
+def test_a_model_computes_what_it_does_with_modules_of_torch(kind, level):
+    nets = [Net(kind) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    nets[1].norm = plain(nets[0].norm)
+    amp.initialize(nets, opt_level=level, verbosity=0)
+    x = torch.randn(4, FEATURES)
+    outputs = [net(x) for net in nets]
+    for out in outputs:
+        out.float().sum().backward()
+    assert_same_bits([outputs[0], nets[0].hidden], [outputs[1], nets[1].hidden])
+    grads = [[param.grad for param in net.parameters()] for net in nets]
+    assert_same_bits(*grads)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])

@@ -32,7 +32,7 @@ from fused import (
     step_with,
     twins,
 )
-from helpers import Dense, assert_same_bits, snapshot
+from helpers import Dense, Scalar, assert_same_bits, scaled_backward, snapshot
 from stepping import run_iteration
 
 # Against torch, bit for bit
@@ -491,6 +491,25 @@ def test_a_skipped_step_changes_no_parameter_and_no_state(make, level, first):
     run_iteration(model, optimizer, batches[3])
     assert not amp.step_was_skipped(optimizer)
     assert snapshot(list(model.parameters())) != before[0][0]
+
+
+@EVERY
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_the_trajectory_is_that_of_a_float32_optimizer(make, level):
+    model = Scalar(3)
+    optimizer = make(model.parameters())
+    expected = Parameter(model.weight.detach().clone())
+    oracle = make([expected])
+    dynamic = amp.DynamicLossScale(2.0**8, growth_interval=2)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=dynamic, verbosity=0)
+    # Whole numbers, which no half type rounds: the gradient is the batch at every level.
+    for batch in ([1.0, -2.0, 3.0], [4.0, 1.0, -1.0], [-2.0, 5.0, 2.0]):
+        batch = torch.tensor(batch)
+        optimizer.zero_grad()
+        scaled_backward(model(batch).float().sum(), optimizer)
+        optimizer.step()
+        step_with(oracle, [expected], [batch])
+        assert_same_bits(amp.master_params(optimizer), [expected])
 
 
 # FP16_Optimizer

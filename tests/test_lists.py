@@ -10,6 +10,7 @@ import torch
 
 from ampatch import lists
 from ampatch.table import FP32, FP32_INPLACE, LOWER, PROMOTE, Cast, CastTable
+from helpers import needs_torch
 
 ROWS = [(table.target, row) for table in lists.TABLES for row in table.select(torch.__version__).rows]
 CASTS = {(target, row.name): row.cast for target, row in ROWS}
@@ -107,6 +108,27 @@ def test_what_is_promoted_here_and_no_database_of_ops_calls_is_refused_natively(
         x[[0, 2]] = y
     with pytest.raises(RuntimeError, match="type"):
         torch.nn.functional.embedding_bag(ids, x, per_sample_weights=y[:1], mode="sum")
+
+
+@pytest.mark.parametrize("name", ["grid_sampler", "grid_sampler_2d"])
+@pytest.mark.parametrize("dtypes", [(HALF, FULL), (FULL, HALF)], ids=["half-full", "full-half"])
+def test_a_grid_of_another_type_is_refused_natively(name, dtypes):
+    x, grid = (
+        torch.ones(shape, dtype=dtype)
+        for shape, dtype in zip([(1, 1, 3, 3), (1, 2, 2, 2)], dtypes, strict=True)
+    )
+    with pytest.raises(RuntimeError, match="type"):
+        getattr(torch, name)(x, grid, 0, 0, False)
+
+
+@needs_torch("2.13", "linear_cross_entropy")
+def test_a_chunked_loss_of_half_weights_is_refused_natively_and_one_of_half_input_is_not():
+    options, labels = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=1), torch.tensor([0, 1])
+    x, weight = torch.ones(2, 3), torch.ones(4, 3)
+    loss = torch.nn.functional.linear_cross_entropy
+    assert loss(x.to(HALF), weight, labels, options=options).dtype is HALF
+    with pytest.raises(RuntimeError, match=r"(?i)dtype|type|expected"):
+        loss(x, weight.to(HALF), labels, options=options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from ampatch.sweeps.judge.advice import ELSEWHERE, summarize
 from ampatch.sweeps.judge.statistics import (
     Quantity,
+    deviation,
     distance,
     is_about_accuracy,
     is_lower_better,
+    mean,
     most_important,
     pooled_times,
 )
@@ -106,6 +108,14 @@ def test_the_most_important_metric_is_an_accuracy_on_held_out_data(names, expect
 
 # ---- Distances ----
 
+numbers = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(numbers, min_size=2, max_size=6))
+def test_the_deviation_is_that_of_the_statistics_module(values):
+    assert deviation(values) == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-6)
+    assert mean(values) == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-9)
+
 
 @pytest.mark.parametrize(
     ("sample", "spread", "unit"),
@@ -185,6 +195,14 @@ def test_a_row_has_the_medians_of_its_runs_that_finished():
     assert found.loss_scale == 1.0  # one that was in use
 
 
+def test_ratios_are_to_o0():
+    rows = summary(
+        run("O0", ms=40.0, mib=400.0), run("O1", ms=20.0, mib=300.0), run("O3", NAN, ms=10.0, mib=200.0)
+    ).rows
+    assert [it.speed for it in rows] == [1, 2, 4]
+    assert [it.memory for it in rows] == [1, 0.75, 0.5]
+
+
 def test_rows_come_in_the_order_of_the_settings_with_those_that_were_not_run():
     found = summary(run("O1"), run("O0"), run("extra"), rows=("O0", "O3", "O1")).rows
     assert [it.name for it in found] == ["O0", "O3", "O1", "extra"]
@@ -234,6 +252,7 @@ VERDICTS = {
         *(WORSE, "bleu 30, 40 % below O0; f1 40, 20 % below O0"),
     ),
     "nan": ([O0, run("O1", NAN)], DIVERGED, "loss is NaN"),
+    "inf": ([O0, run("O1", INF)], DIVERGED, "loss is inf"),
     "-inf": ([O0, run("O1", -INF)], DIVERGED, "loss is -inf"),
     "since when and in how many runs": (
         [O0, run("O1", seed=1), run("O1", NAN, seed=0, **LATE), run("O1", NAN, seed=2, **LATE)],
@@ -265,6 +284,7 @@ VERDICTS = {
     ),
     "O0 diverged": ([run("O0", NAN), O1], UNKNOWN, "the loss of O0 is not finite either"),
     "crashed": (ended(CRASHED), FAILED, "crashed"),
+    "all crashed": (ended(CRASHED, CRASHED, CRASHED), FAILED, "3 of 3 runs crashed"),
     "one crashed": (ended(DONE, CRASHED, DONE), FAILED, "1 of 3 runs crashed"),
     "two ways": (ended(TIMED_OUT, CRASHED, TIMED_OUT), FAILED, "2 of 3 runs timed out, 1 crashed"),
     "crashed, interrupted": (ended(DONE, CRASHED, INTERRUPTED), FAILED, "1 of 2 runs crashed"),
@@ -302,6 +322,11 @@ def test_what_is_said_of_a_row(name):
     runs, verdict, reason = VERDICTS[name]
     found = row("O1", *runs, rows=("O0", "O1"))
     assert (found.verdict, found.reason) == (verdict, reason)
+
+
+def test_o0_is_the_baseline_unless_it_diverged():
+    assert row("O0", *ORIGIN).verdict is BASELINE
+    assert row("O0", run("O0", NAN)).verdict is DIVERGED
 
 
 # ---- One seed ----
