@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 import ampatch as amp
-from ampatch.apex import amp_C
+from ampatch.apex import amp_C, optimizers
 from ampatch.apex.optimizers import (
     FP16_Optimizer,
     FusedAdagrad,
@@ -328,6 +328,11 @@ SIGNATURES = {
     FusedNovoGrad: "lr bias_correction betas eps weight_decay amsgrad reg_inside_moment grad_averaging "
     "norm_type init_zero set_grad_none",
 }
+
+
+def test_every_optimizer_of_the_room_meets_the_tests_of_all():
+    expected = {getattr(optimizers, name) for name in optimizers.__all__} - {optimizers.FP16_Optimizer}
+    assert {make.func for make in EVERY.kwargs["argvalues"]} == expected == set(SIGNATURES)
 
 
 @pytest.mark.parametrize("kind", SIGNATURES)

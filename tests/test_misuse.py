@@ -108,12 +108,18 @@ def clip_in_the_block(clip, read, model, optimizer):
 
 # Bound before a session.
 CLIP_NORM, CLIP_VALUE = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
+CLIP_BY = torch.nn.utils.clip_grads_with_norm_
 clip_norm_of_the_model = functools.partial(clip_in_the_block, CLIP_NORM, lambda model, _: model.parameters())
 clip_norm_of_masters = functools.partial(
     clip_in_the_block, CLIP_NORM, lambda _, optimizer: list(amp.master_params(optimizer))
 )
 clip_value_of_masters = functools.partial(
     clip_in_the_block, CLIP_VALUE, lambda _, optimizer: amp.master_params(optimizer)
+)
+clip_by_a_norm_of_ones_own = functools.partial(
+    clip_in_the_block,
+    functools.partial(CLIP_BY, total_norm=torch.ones(())),
+    lambda model, _: model.parameters(),
 )
 
 
@@ -133,6 +139,7 @@ WRONG = [
     (clip_norm_of_the_model, "clipped at 1 inside a block .* loss scale .65536."),
     (clip_norm_of_masters, "clipped at 1 inside a block"),
     (clip_value_of_masters, "clipped at 1 inside a block"),
+    (clip_by_a_norm_of_ones_own, "clipped at 1 inside a block"),
     (a_scaler_beside_the_block, "a GradScaler steps"),
 ]
 DYNAMIC, STATIC = {"loss_scale": "dynamic"}, {"loss_scale": 65536.0}
@@ -905,6 +912,18 @@ def test_an_eps_is_looked_at_whatever_the_default_device():
     model = torch.nn.Linear(2, 2)
     with torch.device("meta"), pytest.warns(UserWarning, match="eps=1e-08 of Adam is 0 in float16"):
         amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O3", verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+def test_an_eps_is_looked_at_of_half_tensors_of_ones_own_where_they_have_no_masters(level, warned):
+    own = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    optimizer = torch.optim.Adam([*(model := nn.Linear(2, 2)).parameters(), own])
+    said = warned(amp.initialize, model, optimizer, opt_level=level)
+    assert ["eps=1e-08 of Adam is 0 in float16" in text for text, *_ in said] == [True] * (level != "O2")
+    optimizer.zero_grad()
+    own.grad = torch.full_like(own, 1e-3)
+    optimizer.step()
+    assert own.isfinite().all() == (level == "O2")
 
 
 TRAINER = """

@@ -252,6 +252,13 @@ FAULTS = {
         f"{STEP}\nnn.utils.clip_grad_value_(parameters=model.parameters(), clip_value=0.5)"
         "  #: clipped_while_scaled"
     ),
+    "clip by a norm of one's own": native(
+        f"{STEP}\n"
+        "nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(64.0))  #: clipped_while_scaled"
+    ),
+    "a total norm": native(
+        f"{STEP}\nnn.utils.get_total_norm([p.grad for p in model.parameters()])  #: not_unscaled"
+    ),
     "clip in a block": ours(
         BLOCK + "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  #: clipped_while_scaled"
     ),
@@ -380,7 +387,9 @@ SOUND = {
     ),
     "layer norm": in_norm("return F.layer_norm(x.float(), (8,)).type_as(x)"),
     "clip after unscale_": native(
-        f"{STEP}\nscaler.unscale_(optimizer)\n{CLIP}\n[p.grad.norm() for p in model.parameters()]"
+        f"{STEP}\nscaler.unscale_(optimizer)\n{CLIP}\n[p.grad.norm() for p in model.parameters()]\n"
+        "norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])\n"
+        "nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)"
     ),
     "clip at the scale": native(
         f"{STEP}\nnn.utils.clip_grad_norm_(model.parameters(), 1.0 * scaler.get_scale())"

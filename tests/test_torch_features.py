@@ -161,7 +161,7 @@ def test_the_step_of_an_optimizer_of_somebody_elses_is_not_run_on_an_overflow(ma
         assert amp.step_was_skipped(optimizer) == (steps == 0)
         assert optimizer.steps == steps
         assert torch.equal(weight, before / 2**steps)
-        if scheduler is not None and make is NeedsGrads:
+        if scheduler is not None:
             scheduler.step()  # which warns of a step that was forgotten
     amp.uninitialize()
     if scheduled != "after":  # then the scheduler's step goes on to call ours, which passes on

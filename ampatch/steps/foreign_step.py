@@ -94,7 +94,9 @@ class WholeStep:
             (_, *args), kwargs = wrap_closure(*changed, amp.around.call_closure)  # type: ignore[misc]
         result = None
         if amp.was_skipped():
-            amp.optimizer._opt_called = True  # or its scheduler takes the step for one that was forgotten
+            for each in (amp.optimizer, owner):
+                if isinstance(each, Optimizer):
+                    each._opt_called = True  # or its scheduler takes the step for one that was forgotten
             averager = getattr(owner, "averager", None)
             if averager is not None:  # of PostLocalSGDOptimizer: other ranks, which did not skip, wait for it
                 amp.show_grads()

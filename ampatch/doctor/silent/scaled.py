@@ -7,6 +7,7 @@ and the doctor notes its warnings.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -26,6 +27,7 @@ from ampatch.doctor.instruments.tape import Op, nodes_of
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.notes import WARNED, Notes
 
+CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 MOST_EMPTY = 3
 RENEWED = 3  # attempts in a row, each with a scaler of its own
 TINY = 1e-15  # whose square float32 holds
@@ -82,9 +84,11 @@ class Scaled(Instrument, amp.Observer):
         clock.wrap(GradScaler, "get_scale", self._get_scale)
         for owner in (Optimizer, Module):
             clock.wrap(owner, "zero_grad", self._zero_grad)
-        for owner in (clip_grad, torch.nn.utils):
-            clock.wrap(owner, "clip_grad_norm_", self._clip)
-            clock.wrap(owner, "clip_grad_value_", self._clip)
+        for owner, name in itertools.product((clip_grad, torch.nn.utils), CLIPS):
+            if hasattr(owner, name):
+                clock.wrap(owner, name, self._clip)
+        if hasattr(torch.nn.utils, "get_total_norm"):
+            clock.wrap(torch.nn.utils, "get_total_norm", self._measure)
         clock.wrap(torch.autograd, "grad", self._grad)
         clock.wrap(Optimizer, "load_state_dict", self._load)
         clock.wrap(torch, "clear_autocast_cache", self._forget_casts)
@@ -257,8 +261,15 @@ class Scaled(Instrument, amp.Observer):
         scale = None if self.was_asked else self.scale_of(params)
         if scale is not None:
             kind = "clipped_while_scaled" if limit < float("inf") else "not_unscaled"
-            self._tell(kind, clip.__name__, user_line(), limit=float(limit), scale=scale)
+            self._tell(kind, clip.__name__.lstrip("_"), user_line(), limit=float(limit), scale=scale)
         return clip(parameters=params, **bound)
+
+    def _measure(self, measure: Callable[..., Tensor], tensors: Iterable[Tensor], *args, **kwargs) -> Tensor:
+        grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        scale = None if self.was_asked else self._scale_in(map(self._gradients.get, grads))
+        if scale is not None:
+            self._tell("not_unscaled", "get_total_norm", user_line(), scale=scale)
+        return measure(grads, *args, **kwargs)
 
     def _grad(self, grad: Callable[..., object], outputs: object, *args, **kwargs) -> object:
         self._backwards += 1
@@ -276,7 +287,10 @@ class Scaled(Instrument, amp.Observer):
 
     def scale_of(self, parameters: Iterable[Tensor]) -> float | None:
         """Returns the scale that gradients of some of these are multiplied by; None if none is, or by 1."""
-        scalers = (known.scaler for known in map(self._known, parameters) if known.scaler is not None)
+        return self._scale_in(map(self._known, parameters))
+
+    def _scale_in(self, gradients: Iterable[Gradient | None]) -> float | None:
+        scalers = (known.scaler for known in gradients if known is not None and known.scaler is not None)
         scale = next((scaler.get_scale() for scaler in scalers), 1)
         return scale if scale != 1 else None
 

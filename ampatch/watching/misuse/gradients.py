@@ -208,6 +208,10 @@ CLIPPED = (
 )
 
 
+# Of functions that clip, which variable has the limit.
+LIMITS = {"clip_grad_value_": "clip_value", "_clip_grads_with_norm_": "max_norm"}
+
+
 class ClipWatch(SessionPatch):
     """Watches what gradients are clipped by; private names of torch only where they exist."""
 
@@ -220,30 +224,18 @@ class ClipWatch(SessionPatch):
         self._has_judged = False
 
     def patch(self, patcher: Patcher) -> None:
-        """Replaces what `clip_grad_norm_` and `clip_grad_value_` call, wherever a script has them from."""
-        for name, watch in (
-            ("_clip_grads_with_norm_", self._watch_norm),
-            ("_group_tensors_by_device_and_dtype", self._watch_value),
-        ):
-            if hasattr(clip_grad, name):
-                patcher.replace(clip_grad, name, watch(getattr(clip_grad, name)))
+        """Replaces what all functions that clip call, wherever a script has them from."""
+        group = getattr(clip_grad, "_group_tensors_by_device_and_dtype", None)
+        if group is not None:
+            patcher.replace(clip_grad, group.__name__, self._watch(group))
 
-    def _watch_norm(self, clip: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(clip)
-        def clip_norm(parameters: object, max_norm: float, *args: object, **kwargs: object) -> None:
-            params = [parameters] if isinstance(parameters, Tensor) else parameters
-            if self._backwards.blocks:
-                self._check([param.grad for param in params if param.grad is not None], max_norm)
-            clip(parameters, max_norm, *args, **kwargs)
-
-        return clip_norm
-
-    def _watch_value(self, group: Callable[..., object]) -> Callable[..., object]:
+    def _watch(self, group: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(group)
         def group_tensors(lists: list[list[Tensor]], *args: object, **kwargs: object) -> object:
             caller = sys._getframe(1) if self._backwards.blocks else None
-            if caller is not None and caller.f_code.co_name == "clip_grad_value_":
-                self._check(lists[0], caller.f_locals["clip_value"])
+            limit = LIMITS.get(caller.f_code.co_name) if caller is not None else None
+            if limit is not None:
+                self._check(lists[0], caller.f_locals[limit])
             return group(lists, *args, **kwargs)
 
         return group_tensors

@@ -176,13 +176,14 @@ def check_request(warner: Warner, request: Request, amps: Sequence[AmpOptimizer]
             f"the model is float64, which {policy.opt_level} does not cast: call model.float() before "
             f"initialize",
         )
-    optimizers = [amp.optimizer for amp in amps if policy.is_pure_half and policy.half is torch.float16]
+    optimizers = [amp.optimizer for amp in amps if not policy.master_weights]
     for optimizer, group in [(one, group) for one in optimizers for group in one.param_groups]:
         if _loses_eps(optimizer, group):
             warner.warn(
                 "eps",
                 f"eps={group['eps']} of {type(optimizer).__name__} is 0 in float16, the type of its "
-                f"steps, and small gradients make it divide by 0: pass eps=1e-4, or use opt_level='O2'",
+                f"steps, and small gradients make it divide by 0: pass eps=1e-4, or use opt_level='O2', "
+                f"which has float32 masters",
             )
 
 
