@@ -91,15 +91,6 @@ class DataWatch(SessionPatch):
             (torch.utils.dlpack, "to_dlpack"),
         ):
             patcher.replace(owner, name, WatchedView(get_raw(owner, name)))
-        swap = torch.utils.swap_tensors
-
-        @functools.wraps(swap)
-        def swap_tensors(t1: Tensor, t2: Tensor) -> None:
-            CASTS.forget(t1)
-            CASTS.forget(t2)
-            swap(t1, t2)
-
-        patcher.replace(torch.utils, "swap_tensors", swap_tensors)
 
     def _expect_write(self, tensor: Tensor) -> None:
         if isinstance(tensor, Parameter):
