@@ -366,7 +366,7 @@ class Announcer(SessionListener):
         if is_slow and not self._said_slow:
             self._said_slow = True
             logger.warning(
-                "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
+                "%s computes in float16, which is slow on a CPU: use O4 or O5 (bfloat16)",
                 policy.opt_level,
             )
 
