@@ -81,7 +81,7 @@ def step_with_a_watch():
     ("act", "said"),
     [
         (make_fp16_optimizer_overflow, ["inspect_master_grad_data: ", "Gradient overflow. "]),
-        (mend_a_name, ["--legacy mends numpy.float in "]),
+        (mend_a_name, ["--legacy fixes numpy.float in "]),
         (step_with_a_watch, ["Step 1"]),
     ],
 )

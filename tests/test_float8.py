@@ -210,7 +210,7 @@ def test_a_later_call_leaves_layers_in_float8_as_they_are():
     with pytest.raises(amp.AmpValueError, match=r"attribute 'config' of its own.*keep_fp32"):
         amp.initialize([model, odd], opt_level="O6", verbosity=0)
     assert shape_of(odd) == untouched
-    with pytest.raises(amp.AmpValueError, match="another float8_recipe by an earlier initialize"):
+    with pytest.raises(amp.AmpValueError, match="another float8_recipe from an earlier initialize"):
         open_model(model, float8_recipe="rowwise")
     assert names_in_float8(model) == ["0", "2"]
     assert list(map(vars, model)) == before
