@@ -465,8 +465,8 @@ def explain(op: str | Module, float8_recipe: str = "tensorwise") -> Explanation 
     Of a model it says which linear layers compute in float8, or would at O6, and why others do not.
 
     `print(amp.explain("softmax"))` prints what `ampatch lists softmax` prints, and also
-    what happens to functions that the script registered. `op` may include its module, as in "torch.nn.functional.softmax",
-    "F.softmax" or "my_ops.fused_gelu", and may be an operator, such as "@".
+    what happens to functions that the script registered. `op` may include its module, as in
+    "torch.nn.functional.softmax", "F.softmax" or "my_ops.fused_gelu", and may be an operator, such as "@".
 
     Raises AmpValueError for what is not an op, and suggests close names.
     """
