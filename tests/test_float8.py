@@ -221,7 +221,7 @@ def test_a_later_call_leaves_layers_in_float8_as_they_are():
 
 SAID = [
     ((16, LARGE, 16), {}, "1 of 2 linear layers compute in float8; emulated (AMPATCH_FLOAT8_EMULATE), which"),
-    ((16, LARGE, 16), {"float8_recipe": "rowwise"}, ", float8_recipe=rowwise (not tensorwise); "),
+    ((16, LARGE, 16), {"float8_recipe": "rowwise"}, ", float8_recipe=rowwise (default: tensorwise); "),
     ((16, 16, 16), {}, "no linear layer computes in float8, so this is O4 (0 (16 -> 16): not in float8: too"),
     ((16, 17, 16), {"float8_layers": ["0"]}, "cannot be in float8: 0 (16 -> 17): not in float8: its sizes"),
 ]

@@ -334,7 +334,7 @@ def format_banner(policy: Policy) -> str:
     words = [f"Selected optimization level {policy.opt_level}: {policy.summary}"]
     if isinstance(policy.loss_scale, DynamicLossScale) and "loss_scale" not in overridden:
         words.append("dynamic loss scale")
-    words += [f"{name}={options[name]} (not {default})" for name, default in overridden.items()]
+    words += [f"{name}={options[name]} (default: {default})" for name, default in overridden.items()]
     return f"{', '.join(words)}; amp.explain(model) says more"
 
 
