@@ -10,15 +10,15 @@ class AmpError(RuntimeError):
 
 
 class AmpValueError(AmpError, ValueError):
-    """An argument has the right type and a value that cannot work."""
+    """An argument has the right type, but a value that cannot work."""
 
 
 class AmpTypeError(AmpError, TypeError):
-    """An argument is of a type that cannot work."""
+    """An argument has a type that cannot work."""
 
 
 class TableError(AmpValueError):
-    """A version of torch, the installed one or one in a cast table, cannot be read."""
+    """A version of torch (the installed one, or one in a cast table) cannot be parsed."""
 
 
 class NotInitializedError(AmpError, AttributeError):
@@ -33,4 +33,4 @@ class BannedFunctionError(AmpError, NotImplementedError):
 
 
 class PatchConflictError(AmpError):
-    """Somebody else replaced what ampatch had patched, so that undoing it would undo theirs."""
+    """Other code replaced what ampatch had patched, so undoing ampatch's patch would undo that one too."""

@@ -81,7 +81,7 @@ def step_with_a_watch():
     ("act", "said"),
     [
         (make_fp16_optimizer_overflow, ["inspect_master_grad_data: ", "Gradient overflow. "]),
-        (mend_a_name, ["--legacy mends numpy.float in "]),
+        (mend_a_name, ["--legacy fixes numpy.float in "]),
         (step_with_a_watch, ["Step 1"]),
     ],
 )
@@ -142,7 +142,7 @@ def test_the_banner_is_a_line_that_names_the_level(capsys, opt_level, verbosity)
 def test_the_banner_says_what_overrides_the_level(capsys):
     amp.initialize(nn.Linear(3, 2), opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=False)
     (line,) = capsys.readouterr().out.splitlines()
-    assert "keep_batchnorm_fp32=False (not True), loss_scale=128.0 (not dynamic)" in line
+    assert "keep_batchnorm_fp32=False (default: True), loss_scale=128.0 (default: dynamic)" in line
 
 
 @shows("initialize-verbosity")

@@ -552,7 +552,7 @@ def test_an_error_that_float32_does_not_raise_is_a_finding(run_script, capsys):
     assert (status, found["op"], found["phase"]) == (1, "AssertionError", "error")
     assert found["where"].endswith(f"train.py:{number}")
     assert report["unknown"] == []  # it is said once
-    assert "in half alone: half" in capsys.readouterr().out
+    assert "only in half: half" in capsys.readouterr().out
 
 
 @pytest.mark.process

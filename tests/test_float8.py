@@ -210,7 +210,7 @@ def test_a_later_call_leaves_layers_in_float8_as_they_are():
     with pytest.raises(amp.AmpValueError, match=r"attribute 'config' of its own.*keep_fp32"):
         amp.initialize([model, odd], opt_level="O6", verbosity=0)
     assert shape_of(odd) == untouched
-    with pytest.raises(amp.AmpValueError, match="another float8_recipe by an earlier initialize"):
+    with pytest.raises(amp.AmpValueError, match="another float8_recipe from an earlier initialize"):
         open_model(model, float8_recipe="rowwise")
     assert names_in_float8(model) == ["0", "2"]
     assert list(map(vars, model)) == before
@@ -221,7 +221,7 @@ def test_a_later_call_leaves_layers_in_float8_as_they_are():
 
 SAID = [
     ((16, LARGE, 16), {}, "1 of 2 linear layers compute in float8; emulated (AMPATCH_FLOAT8_EMULATE), which"),
-    ((16, LARGE, 16), {"float8_recipe": "rowwise"}, ", float8_recipe=rowwise (not tensorwise); "),
+    ((16, LARGE, 16), {"float8_recipe": "rowwise"}, ", float8_recipe=rowwise (default: tensorwise); "),
     ((16, 16, 16), {}, "no linear layer computes in float8, so this is O4 (0 (16 -> 16): not in float8: too"),
     ((16, 17, 16), {"float8_layers": ["0"]}, "cannot be in float8: 0 (16 -> 17): not in float8: its sizes"),
 ]

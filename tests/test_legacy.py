@@ -1,4 +1,4 @@
-"""What scripts of earlier years say that breaks today: `ampatch check` finds it, `run --legacy` mends it."""
+"""What scripts of earlier years say that breaks today: `ampatch check` finds it, `run --legacy` fixes it."""
 
 import argparse
 import collections
@@ -267,7 +267,7 @@ def test_the_option_is_named_to_a_script_that_dies_of_a_row_and_says_what_it_men
         die(row)
         die(row)
     (said,) = caplog.messages
-    assert f"mends {row.name} in train.py" in said
+    assert f"fixes {row.name} in train.py" in said
     assert row.remedy in said
 
 
@@ -283,7 +283,7 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
     path, found, remedy, _ = capsys.readouterr().out.splitlines()  # and no other row
     assert (path, found) == (str(tmp_path / "train.py"), f"  {row.name}  {row.status:12}  line {line}")
     assert row.remedy in remedy
-    assert ("`ampatch run --legacy` mends it" in remedy) == row.is_mended
+    assert ("`ampatch run --legacy` fixes it" in remedy) == row.is_mended
     assert status == (row.status == BREAKS)
 
 
@@ -674,9 +674,9 @@ def test_a_script_of_2019_runs_as_it_is(processes, tmp_path):
     command = ["run", "--legacy", "--device", "cpu", "train.py", "--local-rank=2"]
     done = processes.run(f"sys.exit(ampatch.__main__.main({command!r}))", tmp_path)
     assert (done.status, done.stdout) == (0, SAID), done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("--legacy mends ")]
+    said = [line for line in done.stderr.splitlines() if line.startswith("--legacy fixes ")]
     assert len(said) == 6, done.stderr
-    assert "--legacy mends async= in helper.py; since Python 3.7: use non_blocking=" in said
+    assert "--legacy fixes async= in helper.py; since Python 3.7: use non_blocking=" in said
     assert not (tmp_path / "__pycache__").exists(), "plain python must not find what was mended"
 
 
@@ -817,7 +817,7 @@ def test_an_error_that_legacy_would_spare_a_script_names_the_option(processes, t
     (tmp_path / "helper.py").write_text("x.cuda(async=True)")
     done = processes.run("sys.exit(ampatch.__main__.main(['run', 'train.py', '--local-rank=1']))", tmp_path)
     assert done.status == (2 if text == RANK else 1)
-    assert done.stderr.splitlines()[-1] == f"{line}; `ampatch run --legacy` mends it"
+    assert done.stderr.splitlines()[-1] == f"{line}; `ampatch run --legacy` fixes it"
 
 
 @pytest.mark.process

@@ -196,7 +196,7 @@ def refuse_for(level, message, **options):
     [
         ("O3", "parameters_as_bucket_view=False", {"parameters_as_bucket_view": True}),
         ("O1", "overlap_with_ddp=False", {"overlap_with_ddp": True}),
-        ("O5", "as many batches", {}),
+        ("O5", "the same number of batches", {}),
     ],
 )
 def test_what_sharing_out_cannot_do_is_refused(level, message, options, two):
@@ -216,8 +216,8 @@ def join(level, message, **options):
 @pytest.mark.parametrize(
     ("level", "message", "options"),
     [
-        ("O1", "SGD has a dynamic loss scale.* as many batches", {}),
-        ("O5", "SGD has float32 masters.* as many batches", {}),
+        ("O1", "SGD has a dynamic loss scale.* the same number of batches", {}),
+        ("O5", "SGD has float32 masters.* the same number of batches", {}),
         ("O1", None, {"loss_scale": 128.0}),
     ],
 )

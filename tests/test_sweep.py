@@ -113,7 +113,7 @@ def test_a_script_that_an_option_would_have_run_is_told_the_option(tmp_path, swe
     (tmp_path / "train.py").write_text("import time\ntime.clock()")
     done = sweep("train.py", "--levels", "O0")
     assert (done.status, "; time.clock, since Python 3.8" in done.stderr) == (2, True), done.stderr
-    assert "`ampatch sweep --legacy` mends it (log: " in done.stderr
+    assert "`ampatch sweep --legacy` fixes it (log: " in done.stderr
 
 
 def test_a_script_runs_as_python_runs_it_and_is_told_the_seed(tmp_path, sweep):

@@ -125,7 +125,7 @@ def test_a_module_can_be_run(folder, runs, monkeypatch):
     [
         ("", "no script: expected a Python script, or -m and a module"),
         ("absent.py", "'absent.py' does not exist: expected a Python script"),
-        ("-", "the standard input can be read once"),
+        ("-", "a sweep reads its script several times, and the standard input only once"),
         ("-m absent", "no module named 'absent'"),
         ("-m train train.py", "-m train and 'train.py': expected one of them"),
         ("train.py --epochs 3", "unrecognized arguments: --epochs 3; the script's own arguments go after --"),

@@ -36,7 +36,7 @@ from ampatch.apex.legacy.rows import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS
 from ampatch.apex.legacy.source_names import Names, Use, is_of
 from ampatch.apex.missing import explain
 
-SUMMARY = "list what a script uses of apex, what in it breaks today or needs CUDA, and what to do about it"
+SUMMARY = "list what a script uses from apex, what breaks today or needs CUDA, and what to do about it"
 # Of how many in all.
 WORDS = {BREAKS: "broken today", MAY_BREAK: "perhaps", WARNS: "with a warning", NEEDS_CUDA: "for CUDA"}
 # In Python's words for a syntax error.

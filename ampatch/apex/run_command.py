@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "ampatch run [OPTIONS] SCRIPT [ARGS...]\n       ampatch run [OPTIONS] -m MODULE [ARGS...]"
     parser.epilog = (
         "SCRIPT is what `python` takes: a file, a folder or archive with __main__.py, or - for the "
-        "standard input. Everything after SCRIPT goes to the script."
+        "standard input. Everything after SCRIPT is passed to the script."
     )
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that imports apex")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")

@@ -18,7 +18,7 @@ USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor [OPTIONS] -m MODULE [-- ARGS...]
        ampatch doctor --open FILE"""
 EPILOG = """The script runs three or four times: watched, traced where it broke, and in float32; then once
-for each piece of advice that is tried, up to four. Everything after -- goes to the script. Exit status:
+for each piece of advice that is tried, up to four. Everything after -- is passed to the script. Exit status:
 0 nothing was found, 1 something was found (a silent fault counts only if its fix was tried and helps, or if
 the script learns less than in float32), 2 bad input, 3 something broke and could not be traced, or the
 script raised an error in float32 as well, 130 after Ctrl-C."""

@@ -175,8 +175,8 @@ def _resolve_recipe(policy: Policy, overrides: Overrides) -> str | None:
     recipe, level = overrides.float8_recipe, policy.opt_level
     if policy.float8_recipe is not None and not policy.patch_torch_functions:
         raise AmpValueError(
-            f"patch_torch_functions=False contradicts {level}, whose layers in float8 take what functions "
-            f"are cast to: leave it out, or use opt_level='O0'"
+            f"patch_torch_functions=False contradicts {level}, whose float8 layers need the casts of "
+            f"functions: leave it out, or use opt_level='O0'"
         )
     if recipe in (None, "None"):
         return policy.float8_recipe
@@ -194,7 +194,7 @@ def _resolve_loss_scale(level: Policy, policy: Policy, overrides: Overrides) -> 
     if isinstance(value, DynamicLossScale) and (low is not None or high != 2.0**24):
         raise AmpValueError(
             f"min_loss_scale={low!r} and max_loss_scale={high!r} beside {value!r}: "
-            f"give the bounds in DynamicLossScale alone"
+            f"give the bounds only in the DynamicLossScale"
         )
     if value in (None, "None"):
         # float16 gradients underflow without a scale, so O4 and O5 in float16 take that of O1 and O2.

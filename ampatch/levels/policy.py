@@ -19,8 +19,8 @@ class Policy:
     """Says what one call of `initialize` does; the field names are those of apex's options.
 
     `cast_model_type` is the dtype of the model: its inputs are cast to it, its weights if it is a half
-    type, and its outputs to float32 (None: all of them stay). `patch_torch_functions_type` is the dtype
-    that whitelisted functions run in.
+    type, and its outputs to float32 (None: all of them stay). `patch_torch_functions_type` is the half
+    type of the patched functions.
     """
 
     opt_level: str
@@ -78,7 +78,7 @@ class Policy:
 
 
 def _patching(level: str, half: torch.dtype, scale: LossScale) -> Policy:
-    summary = f"float32 weights, whitelisted functions in {name_dtype(half)}"
+    summary = f"float32 weights, functions cast to {name_dtype(half)} or float32"
     return Policy(
         level,
         summary,

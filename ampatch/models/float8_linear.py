@@ -113,8 +113,8 @@ def replace(layer: Linear, attributes: dict[str, object]) -> None:
         vars(layer).update(attributes)
     elif layer.config != attributes["config"]:
         raise AmpValueError(
-            "a linear layer of the model has another float8_recipe by an earlier initialize: use one for "
-            "both, or call ampatch.uninitialize() first"
+            "a linear layer of the model has another float8_recipe from an earlier initialize: use the "
+            "same one, or call ampatch.uninitialize() first"
         )
 
 

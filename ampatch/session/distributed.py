@@ -139,9 +139,9 @@ def refuse_uneven(original: Callable[..., None], members: Members) -> Callable[.
             if is_joined and (is_dynamic or any(amp.masters)):
                 raise AmpError(
                     f"Join was given inputs that may be uneven, and {type(amp.optimizer).__name__} has "
-                    f"{'a dynamic loss scale' if is_dynamic else 'float32 masters'}, of which ranks without "
-                    f"inputs miss the steps: give every rank as many batches and leave join out, or use O4, "
-                    f"or O1 with a number for loss_scale"
+                    f"{'a dynamic loss scale' if is_dynamic else 'float32 masters'}, which would "
+                    f"not be updated on ranks without inputs: give every rank the same number of batches and "
+                    f"leave out join, or use O4, or O1 with a number for loss_scale"
                 )
         original(join, joinables, enable, *args, **kwargs)
 

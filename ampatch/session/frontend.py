@@ -77,15 +77,15 @@ def initialize(
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
     ```
 
-    Returns models and optimizers in the shape they came in; the models alone if `optimizers` is
+    Returns models and optimizers in the shape they came in; only the models if `optimizers` is
     None, so that `a, b = amp.initialize(model)` takes a Sequential of two layers apart. May be called
-    again for other models and optimizers. All or nothing: a call that raises leaves torch, models and
+    again for other models and optimizers. A call that raises an error leaves torch, models and
     optimizers as they were. `uninitialize` undoes it.
 
     - `opt_level`: "O0" float32; "O1" (float16) and "O4" (bfloat16) patch torch's functions with
       casts; "O2" and "O5" cast the model and keep float32 master params; "O3" casts everything;
-      "O6" is O4 with the products of large linear layers in float8. By default that of an
-      earlier call; of the first call "O4" for models on a CPU, where float16 is slow, and "O1" elsewhere.
+      "O6" is O4 with the products of large linear layers in float8. Default: the level of the
+      previous call; for a first call "O4" if the models are on a CPU, where float16 is slow, else "O1".
     - `dtype`: float16 or bfloat16 instead of the level's half type.
     - `loss_scale`: a number, "dynamic" or an `amp.DynamicLossScale`; `min_loss_scale` and
       `max_loss_scale` bound "dynamic". One scaler is made for each of `num_losses`.
@@ -94,12 +94,12 @@ def initialize(
     - `float8_layers`: as `keep_fp32`, linear layers that run in float8 at O6 whatever their size and place.
     - `keep_batchnorm_fp32`, `master_weights`, `cast_model_type`, `cast_model_outputs` (a dtype),
       `patch_torch_functions`, `patch_torch_functions_type`: override the level's default.
-    - `allow_banned`: runs banned functions in float32 instead of raising on half tensors.
-    - `allow_half_params`: takes models with half parameters, which stay half, instead of raising.
+    - `allow_banned`: runs banned functions in float32 instead of raising an error on half tensors.
+    - `allow_half_params`: accepts models with half parameters, which stay half, instead of raising an error.
     - `alarms`: when to raise an alarm about a loss and its scale, in the log and to `on_alarm`; None: never.
     - `post_mortem`: where the first alarm leaves a file for `ampatch doctor --open`: a folder, or True for
       `ampatch-post-mortem`; by default where the environment variable AMPATCH_POST_MORTEM says, or nowhere.
-    - `diagnose`: watches each step and explains one that breaks (see `amp.diagnose.watch`), until
+    - `diagnose`: watches each step, and explains a step that breaks (see `amp.diagnose.watch`), until
       `uninitialize`; `amp.diagnose.patient()` has what was found.
     - `process_group`: ranks that skip steps together, where gradients are averaged by hand or each rank holds
       a stage of a model; one small collective a block. DistributedDataParallel, FSDP2 and DTensors need none.
@@ -260,7 +260,7 @@ def clear_cache() -> None:
 def disable_casts() -> AbstractContextManager[None]:
     """Returns a context manager in which patched functions do not cast, in this thread.
 
-    Nests, and survives exceptions.
+    May be nested, and ends with its block even after an exception.
     """
     return SESSION.casts.thread.disabled()
 
@@ -464,9 +464,9 @@ def explain(op: str | Module, float8_recipe: str = "tensorwise") -> Explanation 
 
     Of a model it says which linear layers compute in float8, or would at O6, and why others do not.
 
-    `print(amp.explain("softmax"))` prints what `ampatch lists softmax` does; here, functions that the
-    script registered are known as well. `op` may include its module, as in "torch.nn.functional.softmax",
-    "F.softmax" or "my_ops.fused_gelu", and may be an operator, such as "@".
+    `print(amp.explain("softmax"))` prints what `ampatch lists softmax` prints, and also
+    what happens to functions that the script registered. `op` may include its module, as in
+    "torch.nn.functional.softmax", "F.softmax" or "my_ops.fused_gelu", and may be an operator, such as "@".
 
     Raises AmpValueError for what is not an op, and suggests close names.
     """

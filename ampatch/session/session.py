@@ -334,7 +334,7 @@ def format_banner(policy: Policy) -> str:
     words = [f"Selected optimization level {policy.opt_level}: {policy.summary}"]
     if isinstance(policy.loss_scale, DynamicLossScale) and "loss_scale" not in overridden:
         words.append("dynamic loss scale")
-    words += [f"{name}={options[name]} (not {default})" for name, default in overridden.items()]
+    words += [f"{name}={options[name]} (default: {default})" for name, default in overridden.items()]
     return f"{', '.join(words)}; amp.explain(model) says more"
 
 
@@ -366,7 +366,7 @@ class Announcer(SessionListener):
         if is_slow and not self._said_slow:
             self._said_slow = True
             logger.warning(
-                "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
+                "%s computes in float16, which is slow on a CPU: use O4 or O5 (bfloat16)",
                 policy.opt_level,
             )
 

@@ -100,8 +100,9 @@ class ScaledLoss(NotYetScaled):
         for optimizer in self.optimizers:
             if optimizer.is_closed:
                 raise NotInitializedError(
-                    f"scale_loss: uninitialize() has given this {type(optimizer.optimizer).__name__} back "
-                    f"since the block was made: call amp.initialize(model, optimizer) again, then scale_loss"
+                    f"scale_loss: uninitialize() was called after this block of "
+                    f"{type(optimizer.optimizer).__name__} was created: call "
+                    f"amp.initialize(model, optimizer) again, then scale_loss"
                 )
             if held is None and optimizer.phase in (Phase.LOCAL, Phase.READ):
                 held = optimizer.scale  # of what waits to be averaged: those of this block are added to it

@@ -406,8 +406,8 @@ def _fetch(unread: Sequence[BackwardOutcome]) -> None:
         if outcome.capture is not None:
             raise AmpError(
                 "whether a gradient overflowed cannot be read while a CUDA graph is captured: step with an "
-                "optimizer that skips on the device (fused=True) and has stepped before, capture forward and "
-                "backward alone and step outside of the graph, or use a static loss scale"
+                "optimizer that skips on the device (fused=True) and has stepped before, capture only "
+                "forward and backward and step outside of the graph, or use a static loss scale"
             )
         numbers.append(outcome.numbers.to(device))
     for outcome, row in zip(unread, torch.stack(numbers).tolist(), strict=True):

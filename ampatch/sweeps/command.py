@@ -23,15 +23,15 @@ from ampatch.tools.process import noting_signals
 SUMMARY = "train a script at several opt levels and compare speed, memory and accuracy"
 USAGE = """ampatch sweep [OPTIONS] SCRIPT [-- ARGS...]
        ampatch sweep [OPTIONS] -m MODULE [-- ARGS...]"""
-EPILOG = """Everything after -- goes to the script; {seed}, {level}, {row}, {repeat} and {run} in it are
-replaced by those of the run. If you use {seed}, seeds that the script sets are left alone. Exit status: 0
-success, 1 a run failed, 2 bad input, 130 after Ctrl-C."""
+EPILOG = """Everything after -- is passed to the script; {seed}, {level}, {row}, {repeat} and {run} in it are
+replaced with the values of each run. If you use {seed}, the sweep does not change seeds that the
+script sets. Exit status: 0 success, 1 a run failed, 2 bad input, 130 after Ctrl-C."""
 
 # What is run, and what is made of it: options of no value are flags.
 OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "levels": (
         {"metavar": "L,..."},
-        f"levels, by commas, of {','.join(LEVELS)}; default: all but O6, cut short if they are slow",
+        f"levels, separated by commas: {','.join(LEVELS)}; default: all but O6, cut short if they are slow",
     ),
     "variant": (
         {"metavar": "'L NAME=VALUE...'", "action": "append"},

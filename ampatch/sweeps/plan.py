@@ -256,7 +256,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.script.is_module and self.script.name == STDIN:
             raise AmpValueError(
-                "the standard input can be read once, and a sweep reads its script often: save it to a file"
+                "a sweep reads its script several times, and the standard input only once: save it to a file"
             )
         self.script.validate()
         if self.settings.isolate:
@@ -363,8 +363,8 @@ def isolated(script: Script) -> Script:
     if size > MOST_BYTES:
         raise AmpValueError(
             f"--isolate copies the working directory for each run, which holds {size / 2**30:.1f} GiB: "
-            f"expected {MOST_BYTES / 2**30:.0f} GiB at the most; put a symbolic link in the place of the "
-            "data, or give each run files of its own by {run} in the arguments of the script"
+            f"expected {MOST_BYTES / 2**30:.0f} GiB at most; replace large data with "
+            "a symbolic link, or give each run files of its own by {run} in the arguments of the script"
         )
     return script if script.is_module else replace(script, name=str(path.relative_to(here)))
 

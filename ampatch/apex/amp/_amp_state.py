@@ -212,7 +212,7 @@ class AmpOptimizerState(MasterLists):
     def _pick(self, pick: Pick, by_group: bool) -> list[list[Tensor]]:
         # As in apex there are groups only where there are masters: scripts ask with `hasattr`.
         if by_group and not any(True for _ in self._pairs()):
-            raise AttributeError("there are groups of masters at O2 and O5 alone")
+            raise AttributeError("there are groups of masters only at O2 and O5")
         return super()._pick(pick, by_group)
 
     all_fp32_params = MasterLists.all_fp32_from_fp32_params

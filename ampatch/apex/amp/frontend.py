@@ -144,8 +144,8 @@ def init(
         amp.uninitialize()
         patching = [name for name, policy in amp.OPT_LEVELS.items() if policy.patch_torch_functions]
         raise amp.AmpValueError(
-            f"amp.init gets no models for {level} to cast, it patches torch's functions: use "
-            f"--opt-level {' or '.join(patching)} with this script"
+            f"amp.init has no models that {level} could cast, it only patches torch's functions: "
+            f"use --opt-level {' or '.join(patching)} with this script"
         )
     _amp_state.switch_to(AmpHandle(loss_scale, verbose))
     return _amp_state.handle

@@ -43,7 +43,7 @@ class Notices:
         place = place or script_place()
         if place is not None:
             self._warned.add(key)
-            asked.warning("--legacy mends %s in %s; since %s: use %s", row.name, place, row.since, row.remedy)
+            asked.warning("--legacy fixes %s in %s; since %s: use %s", row.name, place, row.since, row.remedy)
 
 
 def script_place() -> str | None:

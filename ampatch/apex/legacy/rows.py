@@ -45,7 +45,7 @@ class Old:
         """Since when it breaks, what to write, and whether it can run as it is."""
         if self.status == NEEDS_CUDA:
             return self.remedy
-        mended = "; `ampatch run --legacy` mends it" if self.is_mended else ""
+        mended = "; `ampatch run --legacy` fixes it" if self.is_mended else ""
         return f"since {self.since}: use {self.remedy}{mended}"
 
 

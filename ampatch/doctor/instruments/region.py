@@ -18,7 +18,7 @@ from ampatch.doctor.instruments.places import SHOWN, user_frame
 from ampatch.doctor.instruments.values import is_finite
 from ampatch.doctor.text.source import Change, Edit, Lines, Source, place_of, read, statement_of
 
-STATEMENT = "that statement alone in float32"
+STATEMENT = "only that statement in float32"
 CAST_BACK = "that statement in float32, and what it gives cast back"
 FUNCTION = "that function in float32, by what stands above it here"
 Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cast as well, what to import

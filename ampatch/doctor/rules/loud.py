@@ -98,17 +98,17 @@ RULES = (  # the first that explains a finding is its cause
     ),
     Rule(
         "error of the script in half",
-        "the script raises an error, in half alone: {error}",
+        "the script raises an error only in half: {error}",
         (do.leave_own_half, do.advised, "give that line float32: x.float() of what is half there"),
         (("error",),),
     ),
     Rule(
         "types that differ",
-        "{op} raises an error, in half alone: {error}",
+        "{op} raises an error only in half: {error}",
         (do.cast_alike, do.pair_casts, *PRECISION),
         (lambda finding: bool(re.search("dtype|scalar type", str(finding.facts.get("error")))),),
     ),
-    Rule("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),
+    Rule("error in half", "{op} raises an error only in half: {error}", PRECISION, (has("error"),)),
     Rule(
         "limit that does not fit",
         UNFIT,

@@ -385,7 +385,7 @@ def sum_in_float32(finding: Finding) -> Fix | None:
 def cast_in_functions(finding: Finding) -> Fix:
     """Leaves the model in float32, and casts in functions to the half type of a fault."""
     half = finding.facts.get("dtype", finding.dtype)
-    return OtherLevel("O4" if half == "bfloat16" else "O1", ", which casts in functions alone")
+    return OtherLevel("O4" if half == "bfloat16" else "O1", ", which casts only in functions")
 
 
 def cut_rate(text: str) -> Remedy:

@@ -73,7 +73,7 @@ RULES = (
         "gradients are divided by the loss scale that were divided by it before: they are too small by "
         "that factor.",
         "call unscale_ once for each optimizer and step, after the last backward pass; one scaler for it",
-        "when accumulating, unscale after the last micro-step alone, and update the scaler once a step",
+        "when accumulating, unscale only after the last micro-step, and update the scaler once a step",
     ),
     silent("not_unscaled", NOT_UNSCALED, STEP, UNSCALE, of=(is_of("step"),)),
     silent("not_unscaled", NOT_UNSCALED, UNSCALE, STEP),
@@ -91,7 +91,7 @@ RULES = (
     silent(
         "stale_weights",
         "the step is made inside of torch.autocast, which goes on with the half weights that it cast before.",
-        "have the block of torch.autocast end before backward() and step(): forward and loss alone in it",
+        "end the block of torch.autocast before backward() and step(), with only forward and loss in it",
     ),
     silent(
         "no_gradients",

@@ -22,14 +22,14 @@ logger = logging.getLogger("ampatch")
 
 
 def history(loss_id: int = 0) -> ScaleHistory:
-    """Returns what a loss scale went through: skipped steps, falls, growths, losses that were not finite.
+    """Returns what happened to a loss scale: skipped steps, falls, growths, losses that were not finite.
 
     ```python
     for update in amp.history():
         print(update.step, update.scale, update.skipped)
     ```
 
-    Losses are numbered across calls of `initialize`; where all of them are disabled it is empty. Costs one
+    Losses are numbered across calls of `initialize`; if all of them are disabled, it is empty. Costs one
     host sync if something is still on its way. Not part of `state_dict`. Raises NotInitializedError before
     `initialize`, and AmpValueError or AmpTypeError for a number that no loss has.
     """
@@ -38,7 +38,7 @@ def history(loss_id: int = 0) -> ScaleHistory:
 
 
 def on_alarm(callback: Callable[[Alarm], object]) -> RemovableHandle:
-    """Has a function called with each `Alarm` that is raised; `remove()` of what it returns ends that.
+    """Calls a function with each `Alarm` that is raised, until `remove()` of the returned handle is called.
 
     ```python
     handle = amp.on_alarm(lambda alarm: send_mail(str(alarm)))
