@@ -125,6 +125,27 @@ SNIPPETS = {
     "numpy.fromstring(bytes)": (
         "import numpy as np\nassert np.fromstring(b'ab', dtype=np.uint8).tolist() == [97, 98]"
     ),
+    "numpy.histogram(normed=)": (
+        "import numpy as np\nassert np.histogram([1, 2, 2], 2, normed=True)[0].sum() == 2"
+    ),
+    "json.load(encoding=)": (
+        "import io, json\nassert json.load(io.StringIO('[1]'), encoding='utf-8') == [1]"
+    ),
+    "make_grid(range=)": (
+        "import torch\nfrom torchvision.utils import make_grid\n"
+        "assert make_grid(torch.ones(1, 3, 2, 2), normalize=True, range=(-1, 3)).mean() == 0.5"
+    ),
+    "rotate(resample=, fillcolor=)": (
+        "from torchvision import transforms\nassert transforms.RandomAffine(0, fillcolor=7).fill == 7"
+    ),
+    "config.pretrained_config_archive_map": (
+        "class Config: pass\nnames = Config.pretrained_config_archive_map.keys()"
+    ),
+    "an Optimizer without super().__init__": (
+        "from torch.optim import SGD, Optimizer\nimport torch\nclass Around(Optimizer):  # here\n"
+        "    def __init__(self, inner): self.param_groups, self.state = inner.param_groups, inner.state\n"
+        "optimizer = Around(SGD([torch.ones(1)], 1))\noptimizer.zero_grad()\noptimizer.state_dict()"
+    ),
     "lr_scheduler(verbose=)": f"{SCHEDULER}, verbose=True)",
     "Adam(betas=(0, 0.9))": "import torch\ntorch.optim.AdamW([torch.ones(1)], 1e-3, betas=(0, 0.9))",
     "Sampler.__init__(data)": (
@@ -202,7 +223,7 @@ def is_due(row):
         return not torch.cuda.is_available()
     if row.name == "distutils" and importlib.util.find_spec("setuptools"):
         return False  # which brings it back
-    if row.name.startswith("torchvision."):
+    if row.since.startswith("torchvision ") or row.name.startswith("transformers.models."):
         pytest.importorskip("torchvision", exc_type=Exception, reason="it is built for another torch")
     package, first, *last = re.findall(r"[\d.]+|[A-Za-z-]+(?= [\d])", row.since.replace("until ", ""))
     if package == "Python":
@@ -338,6 +359,13 @@ def test_what_a_package_of_another_environment_says_is_not_told_as_the_scripts(f
         ),
         ("def hide(x, mask):\n    return x.masked_fill(mask=mask, value=0)\nhide(x, x.byte())", MASK.name),
         ("row, column = x.long().t()\nrow.clamp_(0, size[2] - 1)", CLAMP.name),
+        ("import numpy\nnumpy.fromstring(pixels, numpy.uint8, sep='')", "numpy.fromstring(bytes)"),
+        ("import random\nrandom.sample(scores.keys(), 3)", "random.sample(set(...), k)"),
+        ("batches = loader.__iter__()\nbatches.next()", "iterator.next()"),
+        ("import torch\nx = x.type(torch.cuda.DoubleTensor)", "CUDA"),
+        ("import torch\nx = x.type('torch.cuda.HalfTensor')", "CUDA"),
+        ("import torch\ntorch.cuda.synchronize()", "CUDA"),
+        ("ids = x.long()\ny[ids / 3] = int(ids / 3)", "ids / n"),
     ],
 )
 def test_other_ways_of_saying_it_are_found(find, text, name):
@@ -400,6 +428,13 @@ def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, 
         "import torch\ntorch.full((2,), 1.0), torch.full((2,), 1, dtype=x.dtype)",
         "def f(out, x):\n    out[0] = x\n    x.detach_()\ndef g(out, x):\n    out.detach_()\n    out[0] = x",
         "import torch\npad = 3\ntorch.full((2,), pad)",
+        "score, id = line.split(',')\nid += 1\nfirst, last = line.split()\nlast += 1",
+        "label = int(ids / 1000), (index / 4 / 5).long()",
+        "import torch\nisinstance(x, torch.cuda.FloatTensor), torch.cuda.device_count()",
+        "from torch.optim import Optimizer\nclass O(Optimizer):\n"
+        "    def __init__(self, p):\n        super(O, self).__init__(p, {})\n"
+        "class P(Optimizer):\n    def step(self): pass",
+        "import numpy as np\nnp.fromstring('1 2', sep=' '), np.histogram(x, density=True)",
     ],
 )
 def test_what_runs_today_is_not_listed(find, text):

@@ -77,6 +77,7 @@ class Names:
         self.attributes: dict[str, list[ast.expr]] = defaultdict(list)
         self.returns: dict[str, list[ast.expr]] = {}
         self.makes_bytes = False  # somewhere in the script
+        self.cut: set[ast.AST] = set()  # what is made an integer where it is computed
         assigned: set[ast.AST] = set()  # targets that are known by what is assigned to them
         for node in ast.walk(tree):
             if node not in assigned:
@@ -101,6 +102,8 @@ class Names:
                 self.attributes[name].append(value)
             case ast.Attribute(of, "byte" | "ByteTensor" | "uint8") if ast.unparse(of) not in NUMPY:
                 self.makes_bytes = True
+            case ast.Call(ast.Name("int"), [value]) | ast.Call(ast.Attribute(value, "long" | "floor")):
+                self.cut.update(ast.walk(value))
             case ast.Assign([ast.Tuple(parts), *_], value):
                 for part in parts:
                     self.parts[getattr(part, "id", "")].append(value)
