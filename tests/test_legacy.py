@@ -26,7 +26,7 @@ from ampatch.__main__ import main
 from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.checking import check_file
 from ampatch.apex.legacy import open_legacy as legacy
-from ampatch.apex.legacy import removed, rows
+from ampatch.apex.legacy import patterns, removed, rows
 from ampatch.apex.legacy.names import Places
 from ampatch.apex.legacy.patterns import find_cause
 from ampatch.apex.legacy.rows import BREAKS, CLAMP, MASK, NAMES, PATTERNS
@@ -372,6 +372,12 @@ def test_other_ways_of_saying_it_are_found(find, text, name):
     assert [(found, lines) for found, _, lines in find(text)] == [(name, (2,))]
 
 
+def test_no_model_is_imported_to_know_that_a_name_beside_it_is_gone(find, monkeypatch):
+    monkeypatch.setattr(patterns, "is_gone", pytest.fail)
+    text = "from transformers.models.bert.modeling_bert import gelu"
+    assert find(text) == [("transformers.models.bert.modeling_bert.gelu", "BREAKS", (1,))]
+
+
 @pytest.mark.parametrize(
     "call", ["model.to(device)", "torch.ones(3, device=device)", "torch.load('x', device, weights_only=True)"]
 )
@@ -405,6 +411,7 @@ def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, 
     [
         "try:\n    from torch._six import inf\nexcept ImportError:\n    from math import inf",
         "import torch\nif torch.cuda.is_available():\n    model.cuda()",
+        "import torch\nif device.type != 'cpu':\n    torch.cuda.synchronize()",
         "import torch\nd = torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
         "import torch\ntorch.load('x', weights_only=True)",
         "self.data[0]",

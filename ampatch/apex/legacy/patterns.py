@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 from ampatch.apex.drop_in import ROOTS as APEX
 from ampatch.apex.legacy import rows
-from ampatch.apex.legacy.rows import CANVAS, LINALG, NAMES, Old
+from ampatch.apex.legacy.rows import BERT, CANVAS, LINALG, NAMES, Old
 from ampatch.apex.legacy.source_names import Names, Use, find_uses, is_integral, is_perhaps_bytes
 
 ROOTS = APEX | {"json", "librosa", "random", "torchvision", "yaml"}
@@ -29,7 +29,7 @@ ROWS = (*NAMES, *rows.PATTERNS)
 # Handlers that mean: where this is gone, do something else.
 FALLBACK = re.compile("ImportError|ModuleNotFoundError|AttributeError|NameError|TypeError|Exception")
 ASKS = re.compile(r"version|hasattr", re.IGNORECASE)
-ASKS_FOR_CUDA = re.compile(rf"{ASKS.pattern}|is_available|cuda|gpu", re.IGNORECASE)
+ASKS_FOR_CUDA = re.compile(rf"{ASKS.pattern}|is_available|cuda|gpu|cpu", re.IGNORECASE)
 READS_RANK = re.compile(r"[\"']LOCAL_RANK[\"']")  # which needs no option, then
 KEYWORD = re.compile(rb"\basync(?=\s*=[^=])")
 
@@ -105,7 +105,7 @@ def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[OldLi
 def row_of(name: str) -> Old | None:
     """Returns the row of a name, or of what it is a part of, if the name is gone here."""
     named = (row for row in NAMES if f"{name}.".startswith(f"{row.name}."))
-    return next((row for row in named if row.name.startswith("torch.") or is_gone(row.name)), None)
+    return next((row for row in named if row.name.startswith(("torch.", BERT)) or is_gone(row.name)), None)
 
 
 def is_gone(name: str) -> bool:
@@ -164,7 +164,7 @@ MASKED = re.compile(r"masked_(fill|scatter)_?|masked_select")
 CLAMPED = re.compile(r"cl(am|i)p_(min_|max_)?")
 CUDA_TYPE = r"torch\.cuda\.\w+Tensor"
 CUDA = re.compile(
-    rf"{CUDA_TYPE}|torch\.cuda\.(Stream|Event|device|set_device|get_device_\w+|current_\w+|synchronize"
+    rf"{CUDA_TYPE}|torch\.cuda\.(Stream|Event|set_device|get_device_\w+|current_\w+|synchronize"
     r"|get_rng_state|init|ipc_collect|reset_\w+|nvtx\.\w+)"
 )
 # What makes options, by other parsers than that of argparse.
