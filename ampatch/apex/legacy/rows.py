@@ -141,6 +141,10 @@ NUMPY = (
     ),
     *rewritten("numpy.ndarray", "NumPy 2.3", tostring="array.tobytes()"),
     *moved("numpy.lib", "NumPy 2.0", "pad", "numpy"),
+    *(
+        Old(f"numpy.lib.{name}", "NumPy 2.0", "numpy", "numpy:")
+        for name in ("arraysetops", "function_base", "index_tricks", "shape_base")
+    ),
     *renamed("numpy", "NumPy 2.4", "trapz trapezoid"),
     *rewritten("numpy", "NumPy 2.4", in1d="numpy.isin"),
     *rewritten("numpy", "NumPy 1.23", asscalar="array.item()"),
@@ -179,6 +183,9 @@ TORCH = (
     Old("torch.utils.ffi", "torch 1.0", "torch.utils.cpp_extension"),
     Old("torch.utils.serialization.load_lua", "torch 1.0", "a converted file"),
     Old("torch._utils._accumulate", "torch 2.3", "itertools.accumulate", "itertools.accumulate"),
+    *renamed("torch.hub", "torch 1.4", "_download_url_to_file download_url_to_file"),
+    *renamed("torch.utils.model_zoo", "torch 1.2", "_download_url_to_file download_url_to_file", "torch.hub"),
+    *moved("torch.utils.model_zoo", "torch 1.2", "HASH_REGEX urlparse", "torch.hub"),
     *rewritten("torch.autograd.gradcheck", "torch 1.9", zero_gradients="x.grad = None"),
     *rewritten(LOADER, "torch 1.1", _use_shared_memory="torch.utils.data.get_worker_info"),
     *rewritten(LOADER, "torch 1.2", _DataLoaderIter="iter(loader)"),
@@ -199,6 +206,7 @@ WINDOWS = """
     gaussian general_gaussian hann hamming blackman blackmanharris nuttall bartlett barthann bohman boxcar
     triang parzen flattop kaiser tukey cosine chebwin exponential
 """
+MODELS = "bert roberta distilbert xlnet gpt2 albert electra bart t5 openai xlm xlm_roberta camembert ctrl"
 BERT = "transformers.models.bert.modeling_bert"
 METRICS = """
     compare_psnr peak_signal_noise_ratio  compare_mse mean_squared_error  compare_nrmse normalized_root_mse
@@ -237,7 +245,16 @@ OTHERS = (
     ),
     *(
         row
-        for file in ("resnet", "vgg", "densenet", "alexnet", "squeezenet", "inception", "googlenet")
+        for file in (
+            "resnet",
+            "vgg",
+            "densenet",
+            "alexnet",
+            "squeezenet",
+            "inception",
+            "googlenet",
+            "mobilenet",
+        )
         for place in (f"torchvision.models.{file}",)
         for row in (
             Old(f"{place}.model_urls", "torchvision 0.15", "weights=", f"{REMOVED}.model_urls.{file}"),
@@ -253,11 +270,18 @@ OTHERS = (
         WarmupLinearSchedule="transformers.get_linear_schedule_with_warmup",
         WarmupCosineSchedule="transformers.get_cosine_schedule_with_warmup",
     ),
+    *(
+        Old(f"transformers.{place}cached_path", "transformers 4.22", "huggingface_hub.hf_hub_download")
+        for place in ("", "file_utils.")
+    ),
+    Old(
+        "transformers.AutoModelWithLMHead", "transformers 5.0", "AutoModelForCausalLM or AutoModelForMaskedLM"
+    ),
     *renamed(BERT, "transformers 3.3", "BertLayerNorm LayerNorm", "torch.nn"),
     *moved(BERT, "transformers 3.3", "gelu", "torch.nn.functional"),
     *(
         Old(f"transformers.{file}", "transformers 4.0", f"{place}.{file}", f"{place}.{file}:")
-        for name in ("bert", "roberta", "distilbert", "xlnet", "gpt2", "albert", "electra", "bart", "t5")
+        for name in MODELS.split()
         for place in (f"transformers.models.{name}",)
         for file in (f"modeling_{name}", f"tokenization_{name}", f"configuration_{name}")
     ),
