@@ -21,7 +21,14 @@ from torch.torch_version import TorchVersion
 from ampatch.apex.drop_in import ROOTS as APEX
 from ampatch.apex.legacy import rows
 from ampatch.apex.legacy.rows import BERT, CANVAS, LINALG, NAMES, Old
-from ampatch.apex.legacy.source_names import Names, Use, find_uses, is_integral, is_perhaps_bytes
+from ampatch.apex.legacy.source_names import (
+    Names,
+    Use,
+    find_uses,
+    is_byte_tensor,
+    is_integral,
+    is_perhaps_bytes,
+)
 
 ROOTS = APEX | {"json", "librosa", "random", "torchvision", "yaml"}
 ROOTS |= {row.name.partition(".")[0] for row in NAMES}
@@ -158,7 +165,8 @@ METHODS_OF = {row.name.rpartition(".")[2]: row for row in NAMES if row.name.star
 # Types, and modules of XML, have methods of those names, too.
 NOT_ARRAY = re.compile(r"dtype|^dt$|\bET\b|etree|xml")
 SCHEDULERS = "torch.optim.lr_scheduler"
-INDEX = re.compile(r"(id|ids|idx|inds?|index|indices)$", re.IGNORECASE)
+# But for what counts batches, which is no tensor.
+INDEX = re.compile(r"(?!batch|epoch|step|iter)(\w*(_|[a-z](?=I)))?[Ii](ds?|dx|nds?|ndex|ndices)$")
 NUMBER = re.compile(r"loss|err|cost|acc|prec|correct|sum$|mean$|norm$", re.IGNORECASE)
 MASKED = re.compile(r"masked_(fill|scatter)_?|masked_select")
 CLAMPED = re.compile(r"cl(am|i)p_(min_|max_)?")
@@ -222,7 +230,7 @@ def patterns(node: ast.AST, names: Names) -> Iterator[Old]:
             yield rows.NEGATED
         case ast.UnaryOp(ast.Invert(), operand) if is_perhaps_bytes(operand, names):
             yield rows.INVERTED
-        case ast.BinOp(left, ast.Div()) if INDEX.search(last_name(left)) and node not in names.cut:
+        case ast.BinOp(left, ast.Div()) if INDEX.match(last_name(left)) and node not in names.cut:
             yield rows.DIVISION
         case ast.Compare(left, [ast.Eq() | ast.NotEq(), *_], others) if last_name(left) == "type":
             if any("torch.autograd.Variable" in names.resolve(each) for each in others):
@@ -236,13 +244,16 @@ def patterns(node: ast.AST, names: Names) -> Iterator[Old]:
                 yield rows.FUNCTION
             if is_bare_optimizer(node, names):
                 yield rows.OPTIMIZER
-        case ast.Attribute(attr="pretrained_config_archive_map"):
+        case ast.Attribute(of, "pretrained_config_archive_map") if last_name(of) not in ("cls", "self"):
             yield rows.ARCHIVES
         case ast.For() if is_early_step(node, names):
             yield rows.EARLY_STEP
         case ast.Assign([ast.Subscript(slice=ast.Constant("MASTER_PORT"))], ast.Constant(port)):
             if str(port).isdigit() and int(port) >= 2**16:
                 yield rows.PORT
+        case ast.Assign([ast.Subscript(slice=index)], ast.Constant() | ast.UnaryOp()):
+            if any(is_byte_tensor(each, names) for each in getattr(index, "elts", [index])):
+                yield rows.MASK
         case ast.Constant("torch.distributed.launch"):
             yield LAUNCH
         case ast.Attribute(of) | ast.Subscript(of) if [*names.resolve(of)] == ["torch.version.cuda"]:

@@ -184,8 +184,8 @@ TORCH = (
     Old("torch.utils.serialization.load_lua", "torch 1.0", "a converted file"),
     Old("torch._utils._accumulate", "torch 2.3", "itertools.accumulate", "itertools.accumulate"),
     *renamed("torch.hub", "torch 1.4", "_download_url_to_file download_url_to_file"),
-    *renamed("torch.utils.model_zoo", "torch 1.2", "_download_url_to_file download_url_to_file", "torch.hub"),
-    *moved("torch.utils.model_zoo", "torch 1.2", "HASH_REGEX urlparse", "torch.hub"),
+    *renamed("torch.utils.model_zoo", "torch 1.1", "_download_url_to_file download_url_to_file", "torch.hub"),
+    *moved("torch.utils.model_zoo", "torch 1.1", "HASH_REGEX urlparse", "torch.hub"),
     *rewritten("torch.autograd.gradcheck", "torch 1.9", zero_gradients="x.grad = None"),
     *rewritten(LOADER, "torch 1.1", _use_shared_memory="torch.utils.data.get_worker_info"),
     *rewritten(LOADER, "torch 1.2", _DataLoaderIter="iter(loader)"),
@@ -361,7 +361,9 @@ RANGE = mended("make_grid(range=)", "torchvision 0.14", "value_range=")
 RESAMPLE = mended("rotate(resample=, fillcolor=)", "torchvision 0.14", "interpolation= and fill=")
 HISTOGRAM = mended("numpy.histogram(normed=)", "NumPy 1.24", "density=")
 ENCODING = mended("json.load(encoding=)", "Python 3.9", "open(path, encoding=...)")
-ARCHIVES = Old("config.pretrained_config_archive_map", "transformers 3.0", "a list of names")
+ARCHIVES = Old(
+    "config.pretrained_config_archive_map", "transformers 3.0", "a list of names", status=MAY_BREAK
+)
 FROM_STRING = mended("numpy.fromstring(bytes)", "NumPy 2.3", "numpy.frombuffer")
 RAGGED = perhaps(
     "numpy.array(rows of several lengths)", "NumPy 1.24", "dtype=object", error="inhomogeneous shape"
