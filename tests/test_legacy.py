@@ -182,6 +182,9 @@ SNIPPETS = {
     ),
     "torch.fft(...)": "from torch import fft, ones\nfft(ones(2, 2), 1)",
     "torch.stft(...)": "import torch\ntorch.stft(torch.ones(16), 4, window=torch.ones(4))",
+    "torch.onnx.export(...)": (
+        "import torch\ntorch.onnx.export(torch.nn.Linear(1, 1), torch.ones(1), 'model.onnx')"
+    ),
     "retain_variables=": (
         "import torch\nloss = torch.ones(1, requires_grad=True).sum()\nloss.backward(retain_variables=True)"
     ),
@@ -221,8 +224,9 @@ def is_due(row):
     """Whether what is installed is of the versions that a row is about."""
     if row.name == "CUDA":
         return not torch.cuda.is_available()
-    if row.name == "distutils" and importlib.util.find_spec("setuptools"):
-        return False  # which brings it back
+    brings = {"distutils": "setuptools", "torch.onnx.export(...)": "onnxscript"}
+    if importlib.util.find_spec(brings.get(row.name, "no_such")):
+        return False  # as that brings it back
     if row.since.startswith("torchvision ") or row.name.startswith("transformers.models."):
         pytest.importorskip("torchvision", exc_type=Exception, reason="it is built for another torch")
     package, first, *last = re.findall(r"[\d.]+|[A-Za-z-]+(?= [\d])", row.since.replace("until ", ""))

@@ -199,6 +199,7 @@ NEEDED = (
     (rows.NUMPY_LOAD, "numpy.load", "allow_pickle"),
     (rows.FFT, "torch.fft", None),
     (rows.STFT, "torch.stft", "return_complex"),
+    (rows.ONNX, "torch.onnx.export", "dynamo"),
 )
 # Keywords that functions of a place, or of any, take no more.
 HAS_VERBOSE = "verbose" in inspect.signature(lr_scheduler.StepLR).parameters

@@ -339,6 +339,7 @@ RANK = mended("--local_rank", "torch 2.0", 'int(os.environ["LOCAL_RANK"]), which
 PORT = mended("MASTER_PORT=80000", "torch 1.10", "a port below 65536", error="from 0 to 65535 but was")
 FFT = mended("torch.fft(...)", "torch 1.8", "torch.fft.fftn, which is complex")
 STFT = mended("torch.stft(...)", "torch 2.0", "return_complex=True")
+ONNX = Old("torch.onnx.export(...)", "torch 2.9", "dynamo=False, or install onnxscript", status=MAY_BREAK)
 RETAIN = Old("retain_variables=", "torch 1.0", "retain_graph=")
 FUNCTION = Old(
     "a Function without @staticmethod", "torch 1.5", "static forward(ctx, ...), backward(ctx, ...)"
@@ -395,5 +396,5 @@ PATTERNS = (
     *(LEAF, LABELS, CLAMP, LOAD, VARIABLE, PART, DIVISION),
     *(FROM_STRING, HISTOGRAM, RAGGED, COPY, NUMPY_LOAD, SAMPLE, ENCODING, LIBROSA, COLORS, RANGE, RESAMPLE),
     *(ARCHIVES, VERBOSE, SAMPLER, OPTIMIZER, BETAS, RANK, PORT),
-    *(FFT, STFT, RETAIN, FUNCTION, YAML, VOLATILE, EARLY_STEP, PRETRAINED, CUDA),
+    *(FFT, STFT, ONNX, RETAIN, FUNCTION, YAML, VOLATILE, EARLY_STEP, PRETRAINED, CUDA),
 )
