@@ -452,6 +452,10 @@ def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, 
         "from torch.optim import Optimizer\nclass O(Optimizer):\n"
         "    def __init__(self, p):\n        super(O, self).__init__(p, {})\n"
         "class P(Optimizer):\n    def step(self): pass",
+        "from torch.optim import Optimizer\nclass Around(Optimizer):\n"
+        "    def __init__(self, inner): self.inner = inner\n"
+        "    def zero_grad(self): self.inner.zero_grad()\n"
+        "    def state_dict(self): return self.inner.state_dict()",
         "import numpy as np\nnp.fromstring('1 2', sep=' '), np.histogram(x, density=True)",
     ],
 )

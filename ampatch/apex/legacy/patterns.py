@@ -387,11 +387,12 @@ def is_old_function(node: ast.ClassDef, names: Names) -> bool:
 
 
 def is_bare_optimizer(node: ast.ClassDef, names: Names) -> bool:
-    """Whether a class is an optimizer that is made without what all optimizers have."""
+    """Whether a class is an optimizer that is made without what all optimizers have, and uses that."""
     bases = {name for base in node.bases for name in names.resolve(base)}
-    makers = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
     is_ours = bool(bases & {"torch.optim.Optimizer", "torch.optim.optimizer.Optimizer"})
-    return is_ours and any(".__init__(" not in ast.unparse(each) for each in makers)
+    is_bare = "__init__" in methods and ".__init__(" not in ast.unparse(methods["__init__"])
+    return is_ours and is_bare and not {"zero_grad", "state_dict"} <= {*methods}
 
 
 def is_text(call: ast.expr) -> bool:
