@@ -273,6 +273,23 @@ def test_a_folder_without_init_that_its_own_script_names_as_a_package_is_followe
     assert "apex" not in capsys.readouterr().out.replace("names of apex", "")
 
 
+def test_what_is_beside_the_folder_of_a_script_is_followed_from_the_current_one(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("import apex.amp.nothing")  # a clone of it, say
+    (tmp_path / "net.py").write_text("import apex.mlp")
+    (tmp_path / "tools" / "more").mkdir(parents=True)
+    script = tmp_path / "tools" / "more" / "train.py"
+    script.write_text("import sys\nsys.path.append('.')\nimport net, numpy")
+    for path in ("tools/more/train.py", script):
+        monkeypatch.chdir(tmp_path)
+        assert status_of(path) == 1
+        assert "net.py\n  apex.mlp  NOT PROVIDED" in capsys.readouterr().out
+        monkeypatch.chdir(tmp_path / "numpy")
+        assert status_of(script) == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -26,7 +26,7 @@ from ampatch.__main__ import main
 from ampatch.apex.changes import ProgramChanges
 from ampatch.apex.checking import check_file
 from ampatch.apex.legacy import open_legacy as legacy
-from ampatch.apex.legacy import removed, rows
+from ampatch.apex.legacy import patterns, removed, rows
 from ampatch.apex.legacy.names import Places
 from ampatch.apex.legacy.patterns import find_cause
 from ampatch.apex.legacy.rows import BREAKS, CLAMP, MASK, NAMES, PATTERNS
@@ -125,6 +125,27 @@ SNIPPETS = {
     "numpy.fromstring(bytes)": (
         "import numpy as np\nassert np.fromstring(b'ab', dtype=np.uint8).tolist() == [97, 98]"
     ),
+    "numpy.histogram(normed=)": (
+        "import numpy as np\nassert np.histogram([1, 2, 2], 2, normed=True)[0].sum() == 2"
+    ),
+    "json.load(encoding=)": (
+        "import io, json\nassert json.load(io.StringIO('[1]'), encoding='utf-8') == [1]"
+    ),
+    "make_grid(range=)": (
+        "import torch\nfrom torchvision.utils import make_grid\n"
+        "assert make_grid(torch.ones(1, 3, 2, 2), normalize=True, range=(-1, 3)).mean() == 0.5"
+    ),
+    "rotate(resample=, fillcolor=)": (
+        "from torchvision import transforms\nassert transforms.RandomAffine(0, fillcolor=7).fill == 7"
+    ),
+    "config.pretrained_config_archive_map": (
+        "class Config: pass\nnames = Config.pretrained_config_archive_map.keys()"
+    ),
+    "an Optimizer without super().__init__": (
+        "from torch.optim import SGD, Optimizer\nimport torch\nclass Around(Optimizer):  # here\n"
+        "    def __init__(self, inner): self.param_groups, self.state = inner.param_groups, inner.state\n"
+        "optimizer = Around(SGD([torch.ones(1)], 1))\noptimizer.zero_grad()\noptimizer.state_dict()"
+    ),
     "lr_scheduler(verbose=)": f"{SCHEDULER}, verbose=True)",
     "Adam(betas=(0, 0.9))": "import torch\ntorch.optim.AdamW([torch.ones(1)], 1e-3, betas=(0, 0.9))",
     "Sampler.__init__(data)": (
@@ -161,6 +182,9 @@ SNIPPETS = {
     ),
     "torch.fft(...)": "from torch import fft, ones\nfft(ones(2, 2), 1)",
     "torch.stft(...)": "import torch\ntorch.stft(torch.ones(16), 4, window=torch.ones(4))",
+    "torch.onnx.export(...)": (
+        "import torch\ntorch.onnx.export(torch.nn.Linear(1, 1), torch.ones(1), 'model.onnx')"
+    ),
     "retain_variables=": (
         "import torch\nloss = torch.ones(1, requires_grad=True).sum()\nloss.backward(retain_variables=True)"
     ),
@@ -200,9 +224,10 @@ def is_due(row):
     """Whether what is installed is of the versions that a row is about."""
     if row.name == "CUDA":
         return not torch.cuda.is_available()
-    if row.name == "distutils" and importlib.util.find_spec("setuptools"):
-        return False  # which brings it back
-    if row.name.startswith("torchvision."):
+    brings = {"distutils": "setuptools", "torch.onnx.export(...)": "onnxscript"}
+    if importlib.util.find_spec(brings.get(row.name, "no_such")):
+        return False  # as that brings it back
+    if row.since.startswith("torchvision ") or row.name.startswith("transformers.models."):
         pytest.importorskip("torchvision", exc_type=Exception, reason="it is built for another torch")
     package, first, *last = re.findall(r"[\d.]+|[A-Za-z-]+(?= [\d])", row.since.replace("until ", ""))
     if package == "Python":
@@ -337,11 +362,26 @@ def test_what_a_package_of_another_environment_says_is_not_told_as_the_scripts(f
             MASK.name,
         ),
         ("def hide(x, mask):\n    return x.masked_fill(mask=mask, value=0)\nhide(x, x.byte())", MASK.name),
+        ("mask = (x > 1).byte()\nx[mask] = -float('inf')", MASK.name),
+        ("pad = torch.ByteTensor(3)\nx[:, pad] = 0", MASK.name),
         ("row, column = x.long().t()\nrow.clamp_(0, size[2] - 1)", CLAMP.name),
+        ("import numpy\nnumpy.fromstring(pixels, numpy.uint8, sep='')", "numpy.fromstring(bytes)"),
+        ("import random\nrandom.sample(scores.keys(), 3)", "random.sample(set(...), k)"),
+        ("batches = loader.__iter__()\nbatches.next()", "iterator.next()"),
+        ("import torch\nx = x.type(torch.cuda.DoubleTensor)", "CUDA"),
+        ("import torch\nx = x.type('torch.cuda.HalfTensor')", "CUDA"),
+        ("import torch\ntorch.cuda.synchronize()", "CUDA"),
+        ("ids = x.long()\ny[ids / 3] = int(ids / 3)", "ids / n"),
     ],
 )
 def test_other_ways_of_saying_it_are_found(find, text, name):
     assert [(found, lines) for found, _, lines in find(text)] == [(name, (2,))]
+
+
+def test_no_model_is_imported_to_know_that_a_name_beside_it_is_gone(find, monkeypatch):
+    monkeypatch.setattr(patterns, "is_gone", pytest.fail)
+    text = "from transformers.models.bert.modeling_bert import gelu"
+    assert find(text) == [("transformers.models.bert.modeling_bert.gelu", "BREAKS", (1,))]
 
 
 @pytest.mark.parametrize(
@@ -377,6 +417,7 @@ def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, 
     [
         "try:\n    from torch._six import inf\nexcept ImportError:\n    from math import inf",
         "import torch\nif torch.cuda.is_available():\n    model.cuda()",
+        "import torch\nif device.type != 'cpu':\n    torch.cuda.synchronize()",
         "import torch\nd = torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
         "import torch\ntorch.load('x', weights_only=True)",
         "self.data[0]",
@@ -400,6 +441,22 @@ def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, 
         "import torch\ntorch.full((2,), 1.0), torch.full((2,), 1, dtype=x.dtype)",
         "def f(out, x):\n    out[0] = x\n    x.detach_()\ndef g(out, x):\n    out.detach_()\n    out[0] = x",
         "import torch\npad = 3\ntorch.full((2,), pad)",
+        "mask = x.byte()\nx[mask] = y[mask]\nx[mask > 0] = 1\nx[mask.bool()] = 1\nmask[0] = 1",
+        "import numpy as np\nids = np.uint8(x)\ny[ids] = 1",
+        "score, id = line.split(',')\nid += 1\nfirst, last = line.split()\nlast += 1",
+        "label = int(ids / 1000), (index / 4 / 5).long(), (index / 4).int()",
+        "import torch\ntorch.sigmoid(x) / 2, batch_idx / len(loader), er_msid / 3",
+        "self.n, part[0] = x.split(2)\nlosses[k] /= 3\nself.n += 1",
+        "class Config:\n    def names(cls): return cls.pretrained_config_archive_map",
+        "import torch\nisinstance(x, torch.cuda.FloatTensor), torch.cuda.device_count()",
+        "from torch.optim import Optimizer\nclass O(Optimizer):\n"
+        "    def __init__(self, p):\n        super(O, self).__init__(p, {})\n"
+        "class P(Optimizer):\n    def step(self): pass",
+        "from torch.optim import Optimizer\nclass Around(Optimizer):\n"
+        "    def __init__(self, inner): self.inner = inner\n"
+        "    def zero_grad(self): self.inner.zero_grad()\n"
+        "    def state_dict(self): return self.inner.state_dict()",
+        "import numpy as np\nnp.fromstring('1 2', sep=' '), np.histogram(x, density=True)",
     ],
 )
 def test_what_runs_today_is_not_listed(find, text):

@@ -276,9 +276,16 @@ class Modules:
         return any(READS_RANK.search(text.decode("latin-1")) for text in self._texts())
 
     def _find(self, module: str) -> Iterator[Path]:
-        """Yields the files of a module; a script that imports from its folder's name means it."""
-        is_folder = module.partition(".")[0] == self._script.absolute().parent.name
-        around = [self._script.absolute().parents[1]] if is_folder else []
+        """Yields the files of a module; a script that imports from its folder's name means it.
+
+        It may also be in a folder from there up to the current one, which scripts put on their path.
+        """
+        here, parents = Path.cwd(), self._script.absolute().parents
+        around = [parents[1]] if is_of(module, frozenset({parents[0].name})) else []
+        if not is_of(module, LEGACY):
+            around += [
+                each for each in self._script.parents if here in (each.absolute(), *each.absolute().parents)
+            ]
         yield from find_files(module, [*self._folders, *around])
 
     def _bring(self, path: Path, module: str, level: int) -> Mapping[str, str]:

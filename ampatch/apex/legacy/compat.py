@@ -13,14 +13,14 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, Sampler
 
 from ampatch.apex.changes import ProgramChanges, is_library, script_frame, wrap
@@ -35,6 +35,7 @@ from ampatch.apex.legacy.patterns import (
     librosa_wants_names,
 )
 from ampatch.apex.legacy.removed import fft
+from ampatch.apex.legacy.rows import Old
 from ampatch.apex.legacy.safe_load import Loads
 from ampatch.apex.legacy.tensors import LegacyMode, init_at_port, take_byte_mask
 from ampatch.levels.private import MASK_CHECKS
@@ -90,12 +91,38 @@ def equal_to_tensors(notices: Notices) -> Callable:
 # ---- Python, torch and others ----
 
 
-def init_silently(init: Callable, notices: Notices, /, self: object, *args: object, **kwargs: object) -> None:
-    """Has a scheduler take `verbose`, and be silent."""
-    if "verbose" in kwargs:
-        notices.warn(rows.VERBOSE)
-        del kwargs["verbose"]
-    init(self, *args, **kwargs)
+def rename_keywords(
+    row: Old,
+    names: Mapping[str, str | None],
+    function: Callable,
+    notices: Notices,
+    /,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Has a function take keywords that have another name today, or none, and then say nothing."""
+    if names.keys() & kwargs.keys():
+        notices.warn(row)
+    named = {names.get(name, name): value for name, value in kwargs.items()}
+    named.pop(None, None)
+    return function(*args, **named)
+
+
+silent = functools.partial(rename_keywords, rows.VERBOSE, {"verbose": None})
+
+
+def find_late(notices: Notices) -> Callable:
+    """Returns the `__getattr__` of optimizers, for those made without what all optimizers have."""
+
+    def find(self: Optimizer, name: str) -> object:
+        if name == "defaults" or name.startswith("_optimizer_"):
+            notices.warn(rows.OPTIMIZER)
+            Optimizer.__setstate__(self, {"defaults": vars(self).get("defaults", {})})
+        if name in vars(self):
+            return vars(self)[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    return find
 
 
 def init_sampler(init: Callable, notices: Notices, /, self: object, data_source: object = None) -> None:
@@ -293,8 +320,23 @@ def put_rank_first(notices: Notices, source: bytes, path: str) -> None:
 
 # ---- All of it ----
 
+TRANSFORMS = {"resample": "interpolation", "fillcolor": "fill"}
+# Functions whose keywords have other names today, or none.
+RENAMED = (
+    (rows.HISTOGRAM, "numpy", "histogram", {"normed": "density"}),
+    *((rows.ENCODING, "json", name, {"encoding": None}) for name in ("load", "loads")),
+    (rows.RANGE, "torchvision.utils", "make_grid", {"range": "value_range"}),
+    *(
+        (rows.RESAMPLE, f"torchvision.transforms.{place}", name, TRANSFORMS)
+        for place, name in (
+            *(("functional", "affine"), ("functional", "rotate")),
+            *(("transforms.RandomAffine", "__init__"), ("transforms.RandomRotation", "__init__")),
+        )
+    ),
+)
 # Functions that take more than today, by the places that have them.
 WIDER = (
+    *((place, name, functools.partial(rename_keywords, row, names)) for row, place, name, names in RENAMED),
     ("torch.distributed", "init_process_group", init_at_port),
     ("numpy", "fromstring", read_bytes),
     *(("numpy", name, make_array) for name in ("array", "asarray", "asanyarray")),
@@ -352,7 +394,8 @@ def legacy(unsafe_load: bool = False) -> Iterator[None]:
         changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(notices))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
-                widen(changes, notices, "__init__", init_silently, kind)
+                widen(changes, notices, "__init__", silent, kind)
+        changes.set_attribute(Optimizer, "__getattr__", find_late(notices))
         if "__init__" not in vars(Sampler):
             widen(changes, notices, "__init__", init_sampler, Sampler)
         changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk

@@ -20,15 +20,23 @@ from torch.torch_version import TorchVersion
 
 from ampatch.apex.drop_in import ROOTS as APEX
 from ampatch.apex.legacy import rows
-from ampatch.apex.legacy.rows import CANVAS, LINALG, NAMES, Old
-from ampatch.apex.legacy.source_names import Names, Use, find_uses, is_integral, is_perhaps_bytes
+from ampatch.apex.legacy.rows import BERT, CANVAS, LINALG, NAMES, Old
+from ampatch.apex.legacy.source_names import (
+    Names,
+    Use,
+    find_uses,
+    is_byte_tensor,
+    is_integral,
+    is_perhaps_bytes,
+)
 
-ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "librosa", "random", "torchvision", "yaml"}
+ROOTS = APEX | {"json", "librosa", "random", "torchvision", "yaml"}
+ROOTS |= {row.name.partition(".")[0] for row in NAMES}
 ROWS = (*NAMES, *rows.PATTERNS)
 # Handlers that mean: where this is gone, do something else.
 FALLBACK = re.compile("ImportError|ModuleNotFoundError|AttributeError|NameError|TypeError|Exception")
 ASKS = re.compile(r"version|hasattr", re.IGNORECASE)
-ASKS_FOR_CUDA = re.compile(rf"{ASKS.pattern}|is_available|cuda|gpu", re.IGNORECASE)
+ASKS_FOR_CUDA = re.compile(rf"{ASKS.pattern}|is_available|cuda|gpu|cpu", re.IGNORECASE)
 READS_RANK = re.compile(r"[\"']LOCAL_RANK[\"']")  # which needs no option, then
 KEYWORD = re.compile(rb"\basync(?=\s*=[^=])")
 
@@ -104,7 +112,7 @@ def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[OldLi
 def row_of(name: str) -> Old | None:
     """Returns the row of a name, or of what it is a part of, if the name is gone here."""
     named = (row for row in NAMES if f"{name}.".startswith(f"{row.name}."))
-    return next((row for row in named if row.name.startswith("torch.") or is_gone(row.name)), None)
+    return next((row for row in named if row.name.startswith(("torch.", BERT)) or is_gone(row.name)), None)
 
 
 def is_gone(name: str) -> bool:
@@ -157,11 +165,16 @@ METHODS_OF = {row.name.rpartition(".")[2]: row for row in NAMES if row.name.star
 # Types, and modules of XML, have methods of those names, too.
 NOT_ARRAY = re.compile(r"dtype|^dt$|\bET\b|etree|xml")
 SCHEDULERS = "torch.optim.lr_scheduler"
-INDEX = re.compile(r"(id|ids|idx|inds?|index|indices)$", re.IGNORECASE)
+# But for what counts batches, which is no tensor.
+INDEX = re.compile(r"(?!batch|epoch|step|iter)(\w*(_|[a-z](?=I)))?[Ii](ds?|dx|nds?|ndex|ndices)$")
 NUMBER = re.compile(r"loss|err|cost|acc|prec|correct|sum$|mean$|norm$", re.IGNORECASE)
 MASKED = re.compile(r"masked_(fill|scatter)_?|masked_select")
 CLAMPED = re.compile(r"cl(am|i)p_(min_|max_)?")
-CUDA = re.compile(r"torch\.cuda\.(\w+Tensor|Stream|Event|set_device)")
+CUDA_TYPE = r"torch\.cuda\.\w+Tensor"
+CUDA = re.compile(
+    rf"{CUDA_TYPE}|torch\.cuda\.(Stream|Event|set_device|get_device_\w+|current_\w+|synchronize"
+    r"|get_rng_state|init|ipc_collect|reset_\w+|nvtx\.\w+)"
+)
 # What makes options, by other parsers than that of argparse.
 OPTIONS = ("option", "add_option", "DEFINE_integer", "DEFINE_string", "getopt", "gnu_getopt")
 RANK = re.compile(r"(--local[-_]rank)(=|$)")
@@ -184,15 +197,19 @@ POSITIONAL = {name: count for names in LIBROSA.values() for name, count in names
 NEEDED = (
     (rows.LOAD, "torch.load", "weights_only"),
     (rows.NUMPY_LOAD, "numpy.load", "allow_pickle"),
-    (rows.FROM_STRING, "numpy.fromstring", "sep"),
     (rows.FFT, "torch.fft", None),
     (rows.STFT, "torch.stft", "return_complex"),
+    (rows.ONNX, "torch.onnx.export", "dynamo"),
 )
 # Keywords that functions of a place, or of any, take no more.
 HAS_VERBOSE = "verbose" in inspect.signature(lr_scheduler.StepLR).parameters
 TAKEN = (
     *([] if HAS_VERBOSE else [(rows.VERBOSE, SCHEDULERS, "verbose")]),
     (rows.PRETRAINED, "torchvision.models", "pretrained"),
+    (rows.RANGE, "torchvision.utils", "range"),
+    *((rows.RESAMPLE, "torchvision.transforms", keyword) for keyword in ("resample", "fillcolor")),
+    (rows.HISTOGRAM, "numpy.histogram", "normed"),
+    (rows.ENCODING, "json.load", "encoding"),
     (rows.RETAIN, "", "retain_variables"),
     (rows.VOLATILE, "", "volatile"),
 )
@@ -214,22 +231,30 @@ def patterns(node: ast.AST, names: Names) -> Iterator[Old]:
             yield rows.NEGATED
         case ast.UnaryOp(ast.Invert(), operand) if is_perhaps_bytes(operand, names):
             yield rows.INVERTED
-        case ast.BinOp(left, ast.Div()) if INDEX.search(last_name(left)):
+        case ast.BinOp(left, ast.Div()) if INDEX.match(last_name(left)) and node not in names.cut:
             yield rows.DIVISION
         case ast.Compare(left, [ast.Eq() | ast.NotEq(), *_], others) if last_name(left) == "type":
             if any("torch.autograd.Variable" in names.resolve(each) for each in others):
                 yield rows.VARIABLE
         case ast.AugAssign(target):
             whole = names.parts.get(getattr(target, "id", ""), ())
-            if any(last_name(each) in ("chunk", "split", "unbind") for each in whole):
+            if any(last_name(each) in ("chunk", "split", "unbind") and not is_text(each) for each in whole):
                 yield rows.PART
-        case ast.ClassDef() if is_old_function(node, names):
-            yield rows.FUNCTION
+        case ast.ClassDef():
+            if is_old_function(node, names):
+                yield rows.FUNCTION
+            if is_bare_optimizer(node, names):
+                yield rows.OPTIMIZER
+        case ast.Attribute(of, "pretrained_config_archive_map") if last_name(of) not in ("cls", "self"):
+            yield rows.ARCHIVES
         case ast.For() if is_early_step(node, names):
             yield rows.EARLY_STEP
         case ast.Assign([ast.Subscript(slice=ast.Constant("MASTER_PORT"))], ast.Constant(port)):
             if str(port).isdigit() and int(port) >= 2**16:
                 yield rows.PORT
+        case ast.Assign([ast.Subscript(slice=index)], ast.Constant() | ast.UnaryOp()):
+            if any(is_byte_tensor(each, names) for each in getattr(index, "elts", [index])):
+                yield rows.MASK
         case ast.Constant("torch.distributed.launch"):
             yield LAUNCH
         case ast.Attribute(of) | ast.Subscript(of) if [*names.resolve(of)] == ["torch.version.cuda"]:
@@ -266,7 +291,8 @@ def calls(node: ast.Call, names: Names) -> Iterator[Old]:
             yield row
     match node:
         case ast.Call(ast.Attribute(iterator, "next"), []):
-            if any(isinstance(v, ast.Call) and last_name(v) == "iter" for v in names.values(iterator)):
+            made = [last_name(each) for each in names.values(iterator) if isinstance(each, ast.Call)]
+            if {*made} & {"iter", "__iter__"}:
                 yield rows.NEXT
         case ast.Call(ast.Attribute(ast.Subscript(slice=ast.Slice(lower=None)), "view")):
             if ast.unparse(node).endswith(".view(-1)"):  # not contiguous since it was transposed
@@ -278,7 +304,7 @@ def calls(node: ast.Call, names: Names) -> Iterator[Old]:
             if {repr(getattr(each, "value", None)) for each in names.values(value)} & {"0", "1"}:
                 yield rows.LABELS  # another number is an index, or padding
         case ast.Call(args=[sampled, _]) if {*functions} == {"random.sample"}:
-            if any(isinstance(v, ast.Set) or last_name(v) == "set" for v in names.values(sampled)):
+            if any(isinstance(v, ast.Set) or last_name(v) in ("set", "keys") for v in names.values(sampled)):
                 yield rows.SAMPLE
         case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(functions):
             yield METHODS[name]
@@ -309,6 +335,9 @@ def calls_by_type(node: ast.Call, names: Names, functions: Sequence[str | None])
 
 def calls_of_arrays(node: ast.Call, names: Names, functions: Sequence[str | None]) -> Iterator[Old]:
     """Yields the rows that a call of NumPy or librosa, or of an array, is an example of."""
+    separators = [getattr(word.value, "value", " ") for word in node.keywords if word.arg == "sep"]
+    if {*functions} == {"numpy.fromstring"} and not any(separators):
+        yield rows.FROM_STRING
     if {*functions} & {"numpy.array", "numpy.asarray"}:
         if any(word.arg == "copy" and getattr(word.value, "value", None) is False for word in node.keywords):
             yield rows.COPY
@@ -357,6 +386,22 @@ def is_old_function(node: ast.ClassDef, names: Names) -> bool:
     return is_ours and any(not each.decorator_list for each in methods)
 
 
+def is_bare_optimizer(node: ast.ClassDef, names: Names) -> bool:
+    """Whether a class is an optimizer that is made without what all optimizers have, and uses that."""
+    bases = {name for base in node.bases for name in names.resolve(base)}
+    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+    is_ours = bool(bases & {"torch.optim.Optimizer", "torch.optim.optimizer.Optimizer"})
+    is_bare = "__init__" in methods and ".__init__(" not in ast.unparse(methods["__init__"])
+    return is_ours and is_bare and not {"zero_grad", "state_dict"} <= {*methods}
+
+
+def is_text(call: ast.expr) -> bool:
+    """Whether what is split is a text: at white space, or at a text."""
+    first = next(iter(getattr(call, "args", ())), None)
+    is_at_text = isinstance(getattr(first, "value", None), str)
+    return last_name(call) == "split" and (first is None or is_at_text)
+
+
 def sampler_calls(node: ast.AST, names: Names) -> Iterator[ast.Call]:
     """Yields the calls in a sampler's class that give the class of samplers what it draws from."""
     bases = {name for base in getattr(node, "bases", ()) for name in names.resolve(base)}
@@ -400,7 +445,8 @@ def is_whole(limit: ast.expr) -> bool:
 
 def needs_cuda(node: ast.Call, names: Names, functions: Iterable[str | None]) -> bool:
     """Whether a call needs a GPU: `.cuda()`, a device or backend by name, types and streams."""
-    is_of_torch = last_name(node) == "to" or any((each or "").startswith("torch.") for each in functions)
+    is_of_torch = any((each or "").startswith("torch.") for each in functions)
+    is_of_torch |= last_name(node) in ("to", "type")
     arguments = (*node.args, *(word.value for word in node.keywords))
     return (
         any(is_gpu(each, names) for each in arguments if is_of_torch or isinstance(each, ast.Constant))
@@ -413,6 +459,7 @@ def needs_cuda(node: ast.Call, names: Names, functions: Iterable[str | None]) ->
 def is_gpu(node: ast.expr, names: Names) -> bool:
     """Whether an expression names a GPU, or what its ranks speak by; a variable, if it names nothing else."""
     values = [getattr(each, "value", "") for each in names.values(node) if each is not None]
+    values = [name for name in names.resolve(node) if name] or values
     return bool(values) and all(
-        isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in values
+        isinstance(each, str) and re.fullmatch(rf"cuda(:\d+)?|nccl|{CUDA_TYPE}", each) for each in values
     )

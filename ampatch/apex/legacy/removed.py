@@ -89,6 +89,22 @@ def linear_assignment(cost: np.ndarray) -> np.ndarray:
     return np.stack(linear_sum_assignment(cost), axis=1)
 
 
+def schedule(kind: str, optimizer: Optimizer, *args: object, **kwargs: object) -> object:
+    return getattr(importlib.import_module("transformers"), f"get_{kind}_schedule_with_warmup")(
+        optimizer, *args, **kwargs
+    )
+
+
+WarmupConstantSchedule = lambda optimizer, warmup_steps, last_epoch=-1: schedule(
+    "constant", optimizer, warmup_steps, last_epoch
+)
+WarmupLinearSchedule = lambda optimizer, warmup_steps, t_total, last_epoch=-1: schedule(
+    "linear", optimizer, warmup_steps, t_total, last_epoch
+)
+WarmupCosineSchedule = lambda optimizer, warmup_steps, t_total, cycles=0.5, last_epoch=-1: schedule(
+    "cosine", optimizer, warmup_steps, t_total, cycles, last_epoch
+)
+
 # ---- Torch ----
 
 _use_shared_memory = False  # as whoever imported it had it
@@ -104,6 +120,15 @@ numpy_type_map = MappingProxyType(
         "uint8": torch.ByteTensor,
     }
 )
+
+
+def zero_gradients(x: Tensor | Iterable) -> None:
+    """Does what `torch.autograd.gradcheck.zero_gradients` did up to torch 1.8."""
+    for each in (x,) if isinstance(x, Tensor) else x:
+        if not isinstance(each, Tensor):
+            zero_gradients(each)
+        elif each.grad is not None:
+            each.grad.detach_().zero_()
 
 
 class _DataLoaderIter(_BaseDataLoaderIter):

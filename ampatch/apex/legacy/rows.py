@@ -91,6 +91,9 @@ PYTHON = (
     ),
     Old("threading.Thread.isAlive", "Python 3.9", "is_alive", "threading.Thread.is_alive"),
     Old("imp", "Python 3.12", "importlib"),
+    Old("imghdr", "Python 3.13", "PIL.Image.open(file).format"),
+    Old("pipes", "Python 3.13", "shlex.quote, or subprocess"),
+    Old("pkg_resources", "setuptools 82", "importlib.metadata"),
     Old("distutils", "Python 3.12", "packaging.version, or setuptools, which brings it back"),
 )
 BUILTIN = "float float int int object object str str complex complex unicode str"
@@ -137,6 +140,11 @@ NUMPY = (
         newbyteorder="array.view(array.dtype.newbyteorder(order))",
     ),
     *rewritten("numpy.ndarray", "NumPy 2.3", tostring="array.tobytes()"),
+    *moved("numpy.lib", "NumPy 2.0", "pad", "numpy"),
+    *(
+        Old(f"numpy.lib.{name}", "NumPy 2.0", "numpy", "numpy:")
+        for name in ("arraysetops", "function_base", "index_tricks", "shape_base")
+    ),
     *renamed("numpy", "NumPy 2.4", "trapz trapezoid"),
     *rewritten("numpy", "NumPy 2.4", in1d="numpy.isin"),
     *rewritten("numpy", "NumPy 1.23", asscalar="array.item()"),
@@ -175,6 +183,10 @@ TORCH = (
     Old("torch.utils.ffi", "torch 1.0", "torch.utils.cpp_extension"),
     Old("torch.utils.serialization.load_lua", "torch 1.0", "a converted file"),
     Old("torch._utils._accumulate", "torch 2.3", "itertools.accumulate", "itertools.accumulate"),
+    *renamed("torch.hub", "torch 1.4", "_download_url_to_file download_url_to_file"),
+    *renamed("torch.utils.model_zoo", "torch 1.1", "_download_url_to_file download_url_to_file", "torch.hub"),
+    *moved("torch.utils.model_zoo", "torch 1.1", "HASH_REGEX urlparse", "torch.hub"),
+    *rewritten("torch.autograd.gradcheck", "torch 1.9", zero_gradients="x.grad = None"),
     *rewritten(LOADER, "torch 1.1", _use_shared_memory="torch.utils.data.get_worker_info"),
     *rewritten(LOADER, "torch 1.2", _DataLoaderIter="iter(loader)"),
     *rewritten(LOADER, "torch 1.1", numpy_type_map="torch.utils.data.default_collate"),
@@ -194,6 +206,8 @@ WINDOWS = """
     gaussian general_gaussian hann hamming blackman blackmanharris nuttall bartlett barthann bohman boxcar
     triang parzen flattop kaiser tukey cosine chebwin exponential
 """
+MODELS = "bert roberta distilbert xlnet gpt2 albert electra bart t5 openai xlm xlm_roberta camembert ctrl"
+BERT = "transformers.models.bert.modeling_bert"
 METRICS = """
     compare_psnr peak_signal_noise_ratio  compare_mse mean_squared_error  compare_nrmse normalized_root_mse
 """
@@ -230,15 +244,44 @@ OTHERS = (
         "torchvision.transforms._functional_tensor:",
     ),
     *(
-        Old(f"{place}.{file}.model_urls", "torchvision 0.15", "weights=", f"{REMOVED}.model_urls.{file}")
-        for place in ("torchvision.models",)
-        for file in ("resnet", "vgg", "densenet", "alexnet", "squeezenet", "inception", "googlenet")
+        row
+        for file in (
+            "resnet",
+            "vgg",
+            "densenet",
+            "alexnet",
+            "squeezenet",
+            "inception",
+            "googlenet",
+            "mobilenet",
+        )
+        for place in (f"torchvision.models.{file}",)
+        for row in (
+            Old(f"{place}.model_urls", "torchvision 0.15", "weights=", f"{REMOVED}.model_urls.{file}"),
+            *moved(place, "torchvision 0.13", "load_state_dict_from_url", "torch.hub"),
+        )
     ),
     *rewritten("transformers", "transformers 4.50", AdamW="torch.optim.AdamW"),
     *rewritten("transformers.optimization", "transformers 4.50", AdamW="torch.optim.AdamW"),
+    *rewritten(
+        "transformers",
+        "transformers 2.2",
+        WarmupConstantSchedule="transformers.get_constant_schedule_with_warmup",
+        WarmupLinearSchedule="transformers.get_linear_schedule_with_warmup",
+        WarmupCosineSchedule="transformers.get_cosine_schedule_with_warmup",
+    ),
+    *(
+        Old(f"transformers.{place}cached_path", "transformers 4.22", "huggingface_hub.hf_hub_download")
+        for place in ("", "file_utils.")
+    ),
+    Old(
+        "transformers.AutoModelWithLMHead", "transformers 5.0", "AutoModelForCausalLM or AutoModelForMaskedLM"
+    ),
+    *renamed(BERT, "transformers 3.3", "BertLayerNorm LayerNorm", "torch.nn"),
+    *moved(BERT, "transformers 3.3", "gelu", "torch.nn.functional"),
     *(
         Old(f"transformers.{file}", "transformers 4.0", f"{place}.{file}", f"{place}.{file}:")
-        for name in ("bert", "roberta", "distilbert", "xlnet", "gpt2", "albert", "electra", "bart", "t5")
+        for name in MODELS.split()
         for place in (f"transformers.models.{name}",)
         for file in (f"modeling_{name}", f"tokenization_{name}", f"configuration_{name}")
     ),
@@ -285,11 +328,18 @@ PART = perhaps(
 DIVISION = Old("ids / n", "torch 1.6", "ids // n, if they are integers", status=MAY_BREAK)
 VERBOSE = mended("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()")
 SAMPLER = mended("Sampler.__init__(data)", "torch 2.10", "super().__init__()")
+OPTIMIZER = perhaps(
+    "an Optimizer without super().__init__",
+    "torch 2.0",
+    "super().__init__(params, {}), or no base class",
+    error=r"no attribute '(defaults|_optimizer_\w+)'",
+)
 BETAS = mended("Adam(betas=(0, 0.9))", "torch 2.6", "0.0", error="betas must be either both floats")
 RANK = mended("--local_rank", "torch 2.0", 'int(os.environ["LOCAL_RANK"]), which torchrun sets')
 PORT = mended("MASTER_PORT=80000", "torch 1.10", "a port below 65536", error="from 0 to 65535 but was")
 FFT = mended("torch.fft(...)", "torch 1.8", "torch.fft.fftn, which is complex")
 STFT = mended("torch.stft(...)", "torch 2.0", "return_complex=True")
+ONNX = Old("torch.onnx.export(...)", "torch 2.9", "dynamo=False, or install onnxscript", status=MAY_BREAK)
 RETAIN = Old("retain_variables=", "torch 1.0", "retain_graph=")
 FUNCTION = Old(
     "a Function without @staticmethod", "torch 1.5", "static forward(ctx, ...), backward(ctx, ...)"
@@ -308,6 +358,13 @@ CUDA = Old(
 
 # ---- Others ----
 
+RANGE = mended("make_grid(range=)", "torchvision 0.14", "value_range=")
+RESAMPLE = mended("rotate(resample=, fillcolor=)", "torchvision 0.14", "interpolation= and fill=")
+HISTOGRAM = mended("numpy.histogram(normed=)", "NumPy 1.24", "density=")
+ENCODING = mended("json.load(encoding=)", "Python 3.9", "open(path, encoding=...)")
+ARCHIVES = Old(
+    "config.pretrained_config_archive_map", "transformers 3.0", "a list of names", status=MAY_BREAK
+)
 FROM_STRING = mended("numpy.fromstring(bytes)", "NumPy 2.3", "numpy.frombuffer")
 RAGGED = perhaps(
     "numpy.array(rows of several lengths)", "NumPy 1.24", "dtype=object", error="inhomogeneous shape"
@@ -337,6 +394,7 @@ YAML = mended("yaml.load(file)", "PyYAML 6", "yaml.safe_load")
 PATTERNS = (
     *(ASYNC, NUMBER, NEXT, VIEW, FROM_ONE, NEGATED, INVERTED, MASK),
     *(LEAF, LABELS, CLAMP, LOAD, VARIABLE, PART, DIVISION),
-    *(FROM_STRING, RAGGED, COPY, NUMPY_LOAD, SAMPLE, LIBROSA, COLORS, VERBOSE, SAMPLER, BETAS, RANK, PORT),
-    *(FFT, STFT, RETAIN, FUNCTION, YAML, VOLATILE, EARLY_STEP, PRETRAINED, CUDA),
+    *(FROM_STRING, HISTOGRAM, RAGGED, COPY, NUMPY_LOAD, SAMPLE, ENCODING, LIBROSA, COLORS, RANGE, RESAMPLE),
+    *(ARCHIVES, VERBOSE, SAMPLER, OPTIMIZER, BETAS, RANK, PORT),
+    *(FFT, STFT, ONNX, RETAIN, FUNCTION, YAML, VOLATILE, EARLY_STEP, PRETRAINED, CUDA),
 )

@@ -77,6 +77,7 @@ class Names:
         self.attributes: dict[str, list[ast.expr]] = defaultdict(list)
         self.returns: dict[str, list[ast.expr]] = {}
         self.makes_bytes = False  # somewhere in the script
+        self.cut: set[ast.AST] = set()  # what is made an integer where it is computed
         assigned: set[ast.AST] = set()  # targets that are known by what is assigned to them
         for node in ast.walk(tree):
             if node not in assigned:
@@ -101,9 +102,14 @@ class Names:
                 self.attributes[name].append(value)
             case ast.Attribute(of, "byte" | "ByteTensor" | "uint8") if ast.unparse(of) not in NUMPY:
                 self.makes_bytes = True
+            case ast.Call(ast.Name("int"), [value]) | ast.Call(
+                ast.Attribute(value, "long" | "int" | "floor")
+            ):
+                self.cut.update(ast.walk(value))
             case ast.Assign([ast.Tuple(parts), *_], value):
                 for part in parts:
-                    self.parts[getattr(part, "id", "")].append(value)
+                    if isinstance(part, ast.Name):
+                        self.parts[part.id].append(value)
             case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name):
                 self._names[name].append(None)
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
@@ -185,6 +191,10 @@ def is_perhaps_bytes(node: ast.expr, names: Names) -> bool:
     """Whether a mask is of bytes, or may be: nothing shows what it is, and the script makes such masks."""
     ways = {*trace_types(node, names, re.compile("byte"), BYTES)}
     return True in ways or (None in ways and names.makes_bytes)
+
+
+def is_byte_tensor(node: ast.expr, names: Names) -> bool:
+    return True in trace_types(node, names, re.compile("byte"), re.compile("ByteTensor"))
 
 
 def is_integral(node: ast.expr, names: Names) -> bool:
