@@ -27,6 +27,9 @@ pytest_plugins = ["ampatch.testing.plugin", "cuda_graphs"]
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
 
+# What tests leave is small, and those that ask what is dropped collect it themselves.
+gc.set_threshold(100_000, 50, 50)
+
 # The tensors of tests are tiny. On busy cores the threads that share one wait 10 ms for each other, in the
 # processes that tests start as well.
 torch.set_num_threads(1)

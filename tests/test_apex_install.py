@@ -52,6 +52,7 @@ def package(tmp_path):
 # ---- Without a real apex ----
 
 
+@pytest.mark.exhaustive(keep=8)
 @shows("patterns-imports")
 @pytest.mark.parametrize(
     "code",

@@ -395,6 +395,7 @@ def test_steps_in_threads_in_turn_keep_one_cast_of_each_weight():
     assert sizes == [sizes[0]] * 4
 
 
+@pytest.mark.exhaustive(keep=0)
 def test_a_step_by_another_thread_while_casts_are_written_again_is_seen():
     """A fused optimizer leaves no version, so that nothing but its end tells of the step."""
     models = [nn.Linear(3, 5) for _ in range(2)]

@@ -114,6 +114,7 @@ class Keeps(nn.Module):
         self.function, self.table = function, {"f": [function]}
 
 
+@pytest.mark.exhaustive(keep=6)
 @PATCHED
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_taken_while_patched_pickles_as_what_it_stands_for(name, level):

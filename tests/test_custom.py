@@ -53,6 +53,7 @@ def test_a_power_of_a_matrix_is_torchs_of_a_half_or_a_float64_matrix_bit_for_bit
     assert torch.equal(torch.linalg.matrix_power(x if dtype is torch.float64 else x.float(), n), expected)
 
 
+@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("equation", ["i,j->ij", "i , j", "...,f->...f", "i,i->i"])
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_angles_of_positions_that_an_einsum_multiplies_are_those_of_float32(opt_level, equation):
@@ -147,6 +148,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.exhaustive(keep=5)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_refuses_of_a_half_tensor_runs_in_float32(name):

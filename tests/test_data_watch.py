@@ -25,6 +25,7 @@ READERS = {
 }
 
 
+@pytest.mark.exhaustive(keep=6)
 @pytest.mark.parametrize("is_held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize("name", READERS)
 def test_a_write_through_an_array_between_two_forwards_is_seen(name, is_held):

@@ -377,6 +377,7 @@ TRACED = {  # the script, and fields of its first finding; without a step it has
 }
 
 
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.filterwarnings("ignore:eps=")  # of the library, of the same fault
 @pytest.mark.parametrize("name", TRACED)
 def test_what_breaks_is_named_where_it_broke(name):

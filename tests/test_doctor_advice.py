@@ -127,7 +127,7 @@ def run(script, folder):
     return status == 0 and trains(Seen.read(out).attempts, said)
 
 
-@pytest.mark.process(keep=8)
+@pytest.mark.process(keep=4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_script_trains_that_does_what_the_first_advice_says(tmp_path, name):
     case = CASES[name]
@@ -153,7 +153,7 @@ LIVE = (
 WATCH = "import ampatch\n\nwatch = ampatch.diagnose.watch(model, optimizer)\nwatch.__enter__()\nfor step"
 
 
-@pytest.mark.process(keep=1)
+@pytest.mark.process
 @pytest.mark.parametrize("name", LIVE)
 def test_a_watch_within_the_script_says_the_same(tmp_path, name):
     script = write_script(CASES[name]).replace("verbosity=0", "verbosity=0, diagnose=True")

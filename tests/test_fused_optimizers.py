@@ -478,6 +478,7 @@ def open_level(make, level, **options):
     return model, optimizer
 
 
+@pytest.mark.exhaustive(keep=12)
 @EVERY
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("first", [0, 2])
@@ -498,6 +499,7 @@ def test_a_skipped_step_changes_no_parameter_and_no_state(make, level, first):
     assert snapshot(list(model.parameters())) != before[0][0]
 
 
+@pytest.mark.exhaustive(keep=11)
 @EVERY
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_the_trajectory_is_that_of_a_float32_optimizer(make, level):

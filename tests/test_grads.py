@@ -230,7 +230,7 @@ SEQUENCES = [
 DYNAMIC = amp.DynamicLossScale(init_scale=128.0)
 
 
-@pytest.mark.exhaustive(keep=30)
+@pytest.mark.exhaustive(keep=20)
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=range(len(SEQUENCES)))
 @pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0)], ids=["alone", "shared", "shared, turned"])
 @pytest.mark.parametrize(

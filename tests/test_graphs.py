@@ -277,6 +277,7 @@ def factorize(x):
     return torch.lu(x @ x.t())[0]
 
 
+@pytest.mark.exhaustive(keep=4)
 @SCRIPTS
 @pytest.mark.filterwarnings("ignore:torch.lu is deprecated", "ignore:.*empty non-base types")
 @pytest.mark.parametrize("is_traced", [False, True], ids=["written", "traced"])

@@ -132,6 +132,7 @@ WAYS = {
 }
 
 
+@pytest.mark.exhaustive(keep=24)
 @shows("never-keep-fp32", "never-casts-where-wanted")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("opt_level", HALVES)

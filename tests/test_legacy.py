@@ -563,6 +563,7 @@ MASKING = {
 }
 
 
+@pytest.mark.exhaustive(keep=18)
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O4"])
 @pytest.mark.parametrize("name", MASKING)
 @pytest.mark.parametrize("x", [torch.ones(3), torch.ones(3, dtype=torch.long)], ids=["float", "long"])

@@ -599,6 +599,7 @@ NUMBERS = {  # values, and what bfloat16 and float16 do to them
 }
 
 
+@pytest.mark.exhaustive(keep=38)
 @pytest.mark.parametrize("as_held", [nn.Buffer, functools.partial(nn.Parameter, requires_grad=False)])
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("level", HALVES)
@@ -849,6 +850,7 @@ def run_target(level, update, make_target=copy.deepcopy, result=None):
 SOFT = [average_data, average_by_another, average_in_place, average_at_once]
 
 
+@pytest.mark.exhaustive(keep=6)
 @pytest.mark.parametrize("level", HALVES)
 @pytest.mark.parametrize("update", SOFT)
 def test_a_soft_update_of_a_half_model_is_told_of_once_with_what_to_write(warned, update, level):
@@ -857,6 +859,7 @@ def test_a_soft_update_of_a_half_model_is_told_of_once_with_what_to_write(warned
     assert "target.state_dict()" in text
 
 
+@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("level", ["O1", *HALVES])
 @pytest.mark.parametrize(
     ("update", "make_target"),
@@ -878,6 +881,7 @@ COPIES = {
 }
 
 
+@pytest.mark.exhaustive(keep=6)
 @pytest.mark.parametrize("level", HALVES)
 @pytest.mark.parametrize("update", COPIES.values(), ids=COPIES)
 def test_a_copy_that_is_not_averaged_is_not_told_of(warned, update, level):

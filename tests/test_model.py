@@ -126,6 +126,7 @@ class Physical(nn.Linear):
 MODES = {"eager": lambda run: run, "compiled": functools.partial(torch.compile, backend="aot_eager")}
 
 
+@pytest.mark.exhaustive(keep=6)
 @shows("initialize-buffers")
 @pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("mode", MODES)

@@ -233,6 +233,7 @@ class Stacked(nn.Module):
         return self.block(self.first(x))
 
 
+@pytest.mark.exhaustive(keep=10)
 @pytest.mark.parametrize("opt_level", MASTERED)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_is_changed_after_initialize_is_saved_in_float32_and_resumes_bit_for_bit(change, opt_level):

@@ -41,6 +41,7 @@ def saved(model):
     return found
 
 
+@pytest.mark.exhaustive(keep=6)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("level", amp.OPT_LEVELS)
 @pytest.mark.parametrize("kind", [Pretrained, Overriding])

@@ -540,6 +540,7 @@ def run_sample(text, folder, attempt, repeats):
     return ranges.shares
 
 
+@pytest.mark.exhaustive(keep=6)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("attempt", [0, 2])
 @pytest.mark.parametrize("style", LOSSES)
@@ -655,6 +656,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.exhaustive(keep=5)
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -770,6 +772,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.exhaustive(keep=1)
 @pytest.mark.parametrize(
     ("dtype", "many", "line", "found"),
     [

@@ -83,7 +83,7 @@ def step(optimizer, zero_grad, run_backward, batches):
 
 
 @LEVELS
-@pytest.mark.exhaustive(keep=42)
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("what", ["model", "model through data", "masters"])
 @pytest.mark.parametrize(("variant", "place", "is_first"), CASES, ids=str)
 def test_what_a_hook_of_the_step_writes_counts_as_in_float32(variant, what, place, is_first, level, request):

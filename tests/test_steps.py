@@ -54,7 +54,7 @@ def test_a_first_step_that_is_skipped_leaves_no_trace_in_what_follows(variant, l
     expected_weights = copy.deepcopy(model.state_dict())
     amp.uninitialize()
     model, optimizer = open_net(level, variant, 2 * SCALE, weights=weights)
-    before = all_bits(model, optimizer)
+    before, attributes = all_bits(model, optimizer), set(vars(optimizer))
     fill_free_memory()
     run_iteration(model, optimizer, bad, INF)
     assert amp.step_was_skipped(optimizer)
@@ -63,6 +63,7 @@ def test_a_first_step_that_is_skipped_leaves_no_trace_in_what_follows(variant, l
     losses = [run_iteration(model, optimizer, batch) for batch in batches]
     assert_same_bits(losses, expected)
     assert_same_bits(model.state_dict().values(), expected_weights.values())
+    assert set(vars(optimizer)) == attributes
 
 
 class Derived(torch.optim.Adam):

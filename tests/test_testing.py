@@ -55,6 +55,7 @@ REGISTER = {
 }
 
 
+@pytest.mark.exhaustive(keep=6)
 @shows("o1-decorators")
 @each_level
 @pytest.mark.parametrize("cast", DECORATORS)

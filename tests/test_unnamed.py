@@ -148,6 +148,7 @@ CASES = [
 ]
 
 
+@pytest.mark.exhaustive(keep=12)
 @shows("scale-defect-unnamed")
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize(("script", "options"), CASES)

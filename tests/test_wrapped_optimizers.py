@@ -89,6 +89,7 @@ def trained(level, wrap, *, before):
     return [snapshot(param) for param in model.parameters()], skipped
 
 
+@pytest.mark.exhaustive(keep=8)
 @each_wrapper
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("level", ["O1", "O5"])

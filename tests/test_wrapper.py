@@ -103,6 +103,7 @@ BLACKLISTED_WITH_OUT = {
 }
 
 
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize("dtype", [FULL, torch.float16, HALF], ids=str)
 @pytest.mark.parametrize("call", BLACKLISTED_WITH_OUT.values(), ids=BLACKLISTED_WITH_OUT)
 def test_what_a_blacklisted_function_writes_into_out_is_computed_in_float32_and_rounded_once(call, dtype):

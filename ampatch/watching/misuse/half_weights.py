@@ -459,8 +459,8 @@ class _Additions(TorchFunctionMode):
         self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         name = getattr(function, "__name__", "")
-        stem, is_in_place = name.strip("_"), name.endswith("_") and not name.startswith("_")
-        if stem in _WRITES or (stem in _ARITHMETIC and is_in_place):
+        stem = name.strip("_")
+        if stem in _WRITES or (stem in _ARITHMETIC and name.endswith("_")):
             target = self._find_place(args[0])
             if target is not None and (stem in _ARITHMETIC or target in map(self._find_source, args[1:])):
                 self._written.add(target)
