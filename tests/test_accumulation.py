@@ -32,6 +32,18 @@ def test_what_a_rank_kept_is_unscaled_once_if_masters_are_read_inside_the_block(
     run.step(BATCHES[0] + BATCHES[1])
 
 
+@LEVELS
+def test_plain_backwards_of_a_rank_add_up(level, one_rank):
+    run = Beside(level, loss_scale=1.0)
+    wrapped = torch.nn.parallel.DistributedDataParallel(run.model)
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        wrapped(BATCHES[0]).float().sum().backward()
+        wrapped(BATCHES[1]).float().sum().backward()
+        assert snapshot(run.grad) == snapshot(BATCHES[0] + BATCHES[1])
+        run.step(BATCHES[0] + BATCHES[1])
+
+
 @pytest.mark.exhaustive(keep=12)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0, amp.DynamicLossScale(SCALE)], ids=str)

@@ -344,9 +344,7 @@ def _are_tensors(roots: object) -> TypeGuard[Sequence[Tensor]]:
 def leads_to(roots: Sequence[Tensor], scaled: Tensor) -> bool:
     """Whether any of these tensors was computed from the scaled loss."""
     target = scaled.grad_fn
-    if any(root is scaled for root in roots) or target is None:
-        return True
-    return any(node is target for node in walk(roots, target._sequence_nr()))
+    return target is None or any(node is target for node in walk(roots, target._sequence_nr()))
 
 
 def walk(roots: Sequence[Tensor], first: int) -> Iterator[Node]:
