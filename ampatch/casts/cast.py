@@ -257,7 +257,6 @@ class CastCache:
     def __init__(
         self, dtype: torch.dtype, thread: ThreadState, is_on_device: Callable[[Tensor], bool]
     ) -> None:
-        self.dtype = dtype
         self._convert = CONVERT[dtype]
         self._thread = thread
         self._sources = ELIGIBLE - {dtype}

@@ -75,8 +75,7 @@ def find_grads(params: Iterable[Tensor]) -> list[Tensor]:
         grad = param.grad
         if grad is None:
             continue
-        is_strided = type(grad) is Tensor and grad.layout is torch.strided
-        if is_strided and not grad.is_contiguous() and is_expanded(grad):
+        if grad.layout is torch.strided and not grad.is_contiguous() and is_expanded(grad):
             grad = param.grad = grad.clone()
         grads.append(grad)
     return grads
