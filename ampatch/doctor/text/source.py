@@ -75,7 +75,7 @@ class Source:
     """The text of a file, which can be edited by its syntax tree; SyntaxError if it is no Python."""
 
     def __init__(self, lines: Sequence[str], path: str = "") -> None:
-        self.path, self._lines = path, lines
+        self.path = path
         self._starts = [0]
         for line in lines:
             self._starts.append(self._starts[-1] + len(line.encode()))
