@@ -95,15 +95,16 @@ def test_a_gradient_that_keeps_its_graph_is_unscaled_at_the_end_of_its_block(lev
 # Gradients that must not be written where they lie
 
 
+@pytest.mark.parametrize("small", [[1.0, -2.0, 4.0], 4.0], ids=["row", "number"])
 @pytest.mark.parametrize("level", ["O1", "O4", *HALF])
-def test_an_expanded_gradient_is_unscaled_once_in_each_place(level):
+def test_an_expanded_gradient_is_unscaled_once_in_each_place(level, small):
     (param,), optimizer = open_session(level, [(2, 3)])
-    row = torch.tensor([1.0, -2.0, 4.0], dtype=param.dtype) * SCALE
+    kept = torch.tensor(small, dtype=param.dtype) * SCALE
     for count in (1.0, 2.0):
-        hand_over([param], optimizer, [row.expand(2, 3)])
+        hand_over([param], optimizer, [kept.expand(2, 3)])
         for side in (param, *amp.master_params(optimizer)):
-            assert side.grad.tolist() == [[count, -2 * count, 4 * count]] * 2
-    assert row.tolist() == [SCALE, -2 * SCALE, 4 * SCALE]
+            assert torch.equal(side.grad, (count * torch.tensor(small)).expand(2, 3).to(side.dtype))
+    assert torch.equal(kept.float(), torch.tensor(small) * SCALE)
 
 
 @pytest.mark.parametrize("kind", ["transposed", "every second", "channels last"])
