@@ -58,6 +58,19 @@ def test_a_promoting_function_takes_the_widest_type_and_leaves_arguments_of_one_
     assert function(half(2), full(2).double()) == [HALF, torch.float64]
 
 
+@each_kind
+def test_what_a_function_takes_in_a_dictionary_is_cast_too(decorate, register, expected):
+    def show_values(batch):
+        return [value.dtype for value in batch["values"].values()]
+
+    module = types.SimpleNamespace(__name__="module", show=show_values)
+    function = decorate(show_values)
+    register(module, "show")
+    open_session()
+    batch = {"values": {"a": half(2), "b": full(2)}}
+    assert function(batch) == module.show(batch) == expected
+
+
 @amp.half_function
 def documented(x, *, scale: float = 1.0):
     """Says what it does."""
