@@ -51,6 +51,7 @@ casts/cast_tree.py | return False | return None | asked for its truth alone
 casts/kept_cast.py | torch.ones(1, dtype=torch.floa | (torch.ones(1, dtype=torch.flo | a graph as well
 casts/kernels.py | thread.off and thread.is_off() | (thread.off or thread.is_off() | slower
 casts/kernels.py | not is_compiling() and len(arg | (not is_compiling() and (not k | wrong
+casts/kernels.py | return False | return None | asked for its truth alone
 casts/thread.py | self._asks > 0 and self._is_ca | (self._is_caller_off()) | the same
 casts/thread.py | self._asks > 0 | (self._asks >= 0) | a thread asks itself, and says the same
 casts/wrapper.py | kind is Parameter | (False) | the path for any argument: slower
@@ -62,6 +63,9 @@ casts/cast_tree.py | type(arg) not in SIMPLE and (n | (type(arg) not in SIMPLE) 
 casts/wrapper.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
 casts/cast_tree.py | type(arg) not in SIMPLE and (n | (type(arg) not in SIMPLE or (n | slower
 casts/wrapper.py | is_grad_enabled() or thread.fo | (is_grad_enabled() and thread. | slower
+casts/wrapper.py | kwargs and has_torch_function( | (kwargs) | hands over to itself: slower
+levels/float8.py | 1024 | (1025) | sizes are multiples of 16
+models/hooks.py | not self.off and CASTS.half is | (not self.off) | knows more devices: asks more
 models/hooks.py | is_usual or dtype is None | (is_usual) | Tensor.to(None) returns the tensor
 session/session.py | 32 | (33) | another size of a block that is freed at once: slower
 models/model.py | half is not None and id(module | (half is not None or id(module | the same: slower
@@ -80,6 +84,8 @@ patching/torch_features.py | not torch.compiler.is_dynamo_c | (True) | Dynamo 2.
 steps/gradients.py | ddp is not None and self._ddp | (ddp is not None) | asks again: slower
 steps/gradients.py | type(earlier) is type(grad) is | (False) | adds one by one: slower
 steps/gradients.py | True | (False) | strict=, of lists that one loop has made
+steps/masters.py | tensor.is_contiguous() or torc | (torch.empty_like(tensor).stri | slower
+steps/scaler.py | type(grad) is Tensor or not ha | (not hasattr(grad, 'to_local') | slower
 steps/masters.py | True | (False) | strict=, of two pairs
 steps/masters.py | touched and id(half) in touche | (touched) | refines what was not written: slower
 steps/scaler.py | found_inf.is_cpu and dist.get_ | (dist.get_backend(group) == 'n | slower
