@@ -67,10 +67,10 @@ class Named(torch.Tensor):
         return Lazy.find(function)
 
 
-def load():
-    library = types.ModuleType("late_library")
+def load(name="late_library"):
+    library = types.ModuleType(name)
     exec(LIBRARY, vars(library))
-    sys.modules["late_library"] = library
+    sys.modules[name] = library
     # New classes: those of a library are loaded with it.
     lazy = type("Lazy", (Lazy,), {"find": staticmethod(library.find)})
     Lazy.find = staticmethod(library.find)
@@ -80,7 +80,8 @@ def load():
 @pytest.fixture(autouse=True)
 def unload():
     yield
-    sys.modules.pop("late_library", None)
+    for name in ("late_library", "later_library"):
+        sys.modules.pop(name, None)
 
 
 def look_up(lazy):
@@ -100,6 +101,14 @@ def test_a_librarys_tables_find_what_torch_hands_over_whenever_it_was_loaded(lev
     with amp.disable_casts():
         assert look_up(lazy) == PLAIN
     amp.uninitialize()
+    assert look_up(lazy) == PLAIN
+
+
+def test_a_table_that_is_loaded_later_is_found_by_a_class_that_was_there():
+    open_session()
+    lazy = load()
+    assert look_up(lazy) == PLAIN
+    lazy.find = load("later_library").find
     assert look_up(lazy) == PLAIN
 
 
