@@ -30,6 +30,16 @@ def test_floating_weights_and_buffers_are_rounded_to_half_in_the_same_objects(op
     assert others == (torch.int64, torch.float64, torch.complex64)
 
 
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_a_module_that_takes_the_place_of_one_casts_its_inputs_by_the_same_hook(opt_level):
+    """As torch.ao.quantization has it, which does not ask whether a hook takes keywords."""
+    model = open_session(nn.Linear(3, 2), None, opt_level)
+    successor = nn.Linear(3, 2).to(HALVES[opt_level])
+    for hook in model._forward_pre_hooks.values():
+        successor.register_forward_pre_hook(hook)
+    assert successor(torch.ones(2, 3)).dtype is HALVES[opt_level]
+
+
 @shows("initialize-strings")
 @pytest.mark.parametrize(
     ("opt_level", "override", "expected"),
