@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ampatch as amp
+from ampatch.apex import amp as apex_amp
 from ampatch.steps.scaler import BackwardOutcome
 from ampatch.watching.alarms.history import MOST_UPDATES
 from ampatch.watching.alarms.watch import SLOTS, Judge
 from ampatch.watching.post_mortem import LastForward
 from helpers import Scalar, scaled_backward
-from nets import EVERY_LEVEL, X
+from nets import EVERY_LEVEL, X, sgd
 from stepping import FUSED_MOMENTUM, INF, MOMENTUM
 
 NAN = float("nan")
@@ -205,6 +206,17 @@ def test_losses_at_a_static_scale_are_known_when_somebody_asks(level):
     assert rows(amp.history())[:2] == [(0, 1, 1, False, True), (1, 1, 1, False, False)]
     assert amp.history().steps == 3
     assert amp.history().skipped == 0
+
+
+def test_a_static_scale_that_a_script_changes_counts_from_its_step_on():
+    model = nn.Linear(2, 2)
+    model, optimizer = apex_amp.initialize(model, sgd(model), opt_level="O1", loss_scale=128.0, verbosity=0)
+    for scale in (128.0, 128.0, 64.0, 64.0):
+        apex_amp._amp_state.loss_scalers[0]._loss_scale = scale
+        scaled_backward(model(torch.ones(2, 2)).float().mean(), optimizer)
+        optimizer.step()
+    assert [(update.step, update.scale) for update in amp.history()] == [(0, 128.0), (2, 64.0)]
+    assert amp.history().steps == 4
 
 
 def test_a_history_begins_empty_with_each_session_and_stays_so_where_calls_are_disabled():

@@ -291,7 +291,7 @@ class AlarmWatch(SessionListener):
             ring = self._rings.get(loss.device)
             if ring is None:
                 ring = self._rings[loss.device] = LossRing(loss.device)
-            ring.put((record, record.begun), loss)
+            ring.put((record, record.begun, record.scaler.number), loss)
             record.begun += 1
             self._is_urgent |= bool(ring.sent)
 
@@ -324,8 +324,8 @@ class AlarmWatch(SessionListener):
             if OBSERVERS.all or not record.count_if_calm(outcomes):
                 yield record, _combine(step, outcomes)
         for ring in self._rings.values():
-            for (record, step), loss in ring.take(all_of_them=wait):
-                scale, is_finite = record.scaler.number, math.isfinite(loss)
+            for (record, step, scale), loss in ring.take(all_of_them=wait):
+                is_finite = math.isfinite(loss)
                 if OBSERVERS.all or not (is_finite and record.count_clean(scale)):
                     yield record, ScaleUpdate(step, scale, scale, False, is_finite)
 
