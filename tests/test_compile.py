@@ -205,7 +205,8 @@ def test_ten_training_steps_compile_a_model_once(level):
 # trace, torch.jit in modules that it imports, and gradients of the tensors that it looks at.
 @pytest.mark.filterwarnings(
     "ignore:Dynamo does not know how to trace the builtin:UserWarning",
-    "ignore:Graph break due to unsupported builtin sys._getframe:UserWarning",  # torch 2.6
+    # Of torch 2.6.
+    "ignore:Graph break due to unsupported builtin (sys._getframe|_thread.get_ident|None.Disab):UserWarning",
     "ignore:.*torch.jit.script.* is deprecated",
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning",
 )

@@ -35,7 +35,7 @@ class PassedThrough(NotYetScaled, nullcontext[Tensor]):
     """Yields the loss as it is, where ampatch is not enabled."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # Dynamo of torch 2.6 prints one that has no values yet
 class ScaledLoss(NotYetScaled):
     """The context manager that `scale_loss` returns; yields the scaled loss.
 
