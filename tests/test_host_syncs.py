@@ -9,7 +9,7 @@ import torch
 import ampatch as amp
 from ampatch.apex.parallel import LARC
 from benchmarks.syncs import count_reads
-from helpers import SKIPPING_VARIANTS, Dense, make_batches, make_net, sync_debug_mode
+from helpers import SKIPPING_VARIANTS, Dense, Variant, make_batches, make_net, sync_debug_mode
 from stepping import (
     ADAM,
     DYNAMIC_LEVELS,
@@ -67,7 +67,11 @@ def test_accumulation_costs_one_host_sync_an_iteration_all_the_same(variant, lev
 
 @pytest.mark.exhaustive(keep=12)
 @EITHER
-@pytest.mark.parametrize("variant", [v for v in SKIPPING_VARIANTS if v.takes_found_inf], ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [Variant(torch.optim.SGD, {"fused": True}), *(v for v in SKIPPING_VARIANTS if v.takes_found_inf)],
+    ids=str,
+)
 def test_an_iteration_costs_no_host_sync_with_an_optimizer_that_takes_found_inf(variant, level, factor):
     assert count_reads_of(variant, level, factor) <= 0
 

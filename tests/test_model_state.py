@@ -53,6 +53,31 @@ def test_state_dict_has_the_unrounded_values_of_every_tensor(opt_level, with_opt
     assert_same_state(dict(model.state_dict()), before)
 
 
+class TwoNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = self.again = nn.Parameter(torch.rand(2, 3))
+        self.register_buffer("shift", torch.rand(2))
+        self.register_buffer("offset", self.shift)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.again, self.offset)
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_a_tensor_of_two_names_in_one_module_is_saved_and_loaded_under_both(opt_level):
+    model = TwoNames()
+    before = clone_state(model)
+    open_session(model, sgd(model), opt_level)
+    assert_same_state(dict(model.state_dict()), before)
+    doubled = {name: 2 * value for name, value in before.items()}
+    model.load_state_dict(doubled)
+    assert_same_state(dict(model.state_dict()), doubled)
+    amp.uninitialize()
+    assert_same_state(dict(model.state_dict()), doubled)
+    assert model.weight is model.again
+
+
 @pytest.mark.parametrize("opt_level", MASTERED)
 def test_an_edit_of_the_half_weights_shows_in_state_dict(opt_level):
     model = Net()
