@@ -25,6 +25,8 @@ from stepping import (
     run_iteration,
 )
 
+SKIPPING_BY_FLAG = [Variant(torch.optim.SGD, {"fused": True})]  # and which have a state
+SKIPPING_BY_FLAG += [variant for variant in SKIPPING_VARIANTS if variant.takes_found_inf]
 EITHER = pytest.mark.parametrize(("level", "factor"), [("O1", 1.0), ("O1", INF), ("O5", INF)])
 
 
@@ -67,11 +69,7 @@ def test_accumulation_costs_one_host_sync_an_iteration_all_the_same(variant, lev
 
 @pytest.mark.exhaustive(keep=12)
 @EITHER
-@pytest.mark.parametrize(
-    "variant",
-    [Variant(torch.optim.SGD, {"fused": True}), *(v for v in SKIPPING_VARIANTS if v.takes_found_inf)],
-    ids=str,
-)
+@pytest.mark.parametrize("variant", SKIPPING_BY_FLAG, ids=str)
 def test_an_iteration_costs_no_host_sync_with_an_optimizer_that_takes_found_inf(variant, level, factor):
     assert count_reads_of(variant, level, factor) <= 0
 
