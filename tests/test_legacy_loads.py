@@ -9,6 +9,7 @@ import io
 import os
 import pathlib
 import pickle
+import re
 import sys
 import types
 import zipfile
@@ -198,6 +199,14 @@ def test_what_training_checkpoints_hold_is_loaded_as_pickle_has_it(protocol, mod
     assert actual["attributes"].a == 1
     assert actual["kind"] is models.Kind.B
     assert models.ran == []
+
+
+@pytest.mark.parametrize("place", ["pathlib", "pathlib._local"])
+def test_a_path_is_loaded_that_any_python_saved(place):
+    """3.13 names a private module of it."""
+    path = pathlib.Path("a", "b")
+    text = re.sub(rb"cpathlib(\._local)?\n", f"c{place}\n".encode(), pickle.dumps(path, 2))
+    assert pickles.load(io.BytesIO(text)) == path
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["today", "before 1.6"])

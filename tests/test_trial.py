@@ -9,6 +9,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 
 import pytest
 import torch
@@ -158,7 +159,9 @@ def test_of_several_statements_on_a_line_one_is_put_into_float32(tmp_path):
         "        y = x.float().exp()",
         "    return y + a",
     )
-    code = compile(ONE_LINE, "net.py", "exec").co_consts[0].co_consts[1]
+    code = compile(ONE_LINE, "net.py", "exec")
+    while inner := [each for each in code.co_consts if isinstance(each, CodeType)]:
+        (code,) = inner
     at = next(it.offset for it in dis.get_instructions(code) if it.argval == "exp")
     assert source.statement_of(code, at, 2) is (second if sys.version_info >= (3, 11) else first)
     assert mended(f"{tmp_path}/net.py:2", "exp", Mend(suffix=".clamp(max=10)")).lines == (

@@ -142,7 +142,12 @@ CONFIGURATIONS = ("yacs.config.CfgNode", "easydict.EasyDict")  # dicts of librar
 CALLED = {
     **named(set, frozenset, bytearray, complex, slice, range, OrderedDict, Counter, defaultdict, deque),
     **named(*(getattr(datetime, each) for each in ("date", "datetime", "time", "timedelta", "timezone"))),
-    **{f"pathlib.{each}": getattr(pathlib, each) for each in pathlib.__all__ if each.endswith("Path")},
+    **{
+        f"{place}.{each}": getattr(pathlib, each)
+        for place in ("pathlib", "pathlib._local")  # as Python 3.13 saves it
+        for each in pathlib.__all__
+        if each.endswith("Path")
+    },
     "types.SimpleNamespace": types.SimpleNamespace,
     "numpy.dtype": make_dtype,
     **{f"numpy.{core}.multiarray.scalar": make_scalar for core in ("core", "_core")},
