@@ -78,6 +78,8 @@ FINITE, NUMBER = "expected a finite number above 0", "expected a number above 0"
         *[(value, f"loss scale .*: {NUMBER}") for value in ("128", None, True, [1.0])],
         (1e-60, "1e-60"),  # 0 and inf in float32
         (1e60, r"1e\+60"),
+        (2.0**128, "3.4028"),
+        (2.0**-127, "5.8774"),
     ],
 )
 def test_a_scale_set_by_hand_must_be_a_number_above_0_that_float32_can_hold(value, message):
