@@ -54,9 +54,8 @@ class DataWatch(SessionPatch):
 
     Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
     it is in `watched` (half weights and their masters, by id), so that the two are compared before they are
-    used. Idioms such as `p.data.clamp_(-c, c)` work. An
-    array of NumPy or a DLPack capsule ends the cast as well, as does `swap_tensors`, which takes no tensor
-    with a graph. What CUDA graphs write is for `Captures` to see.
+    used. Idioms such as `p.data.clamp_(-c, c)` work. An array of NumPy or a DLPack capsule ends the cast as
+    well. What CUDA graphs write is for `Captures` to see.
     """
 
     def __init__(self) -> None:
