@@ -106,6 +106,25 @@ def test_an_edit_between_two_forwards_is_seen(name):
             assert_fresh(model)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_weights_that_are_swapped_train_on(level, order):
+    """Torch has the graphs of both raise from then on, and so those of casts that are kept."""
+    layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(3, 5)])
+    amp.initialize(layers, opt_level=level, loss_scale=1.0, verbosity=0)
+    weights = [layer.weight for layer in layers]
+
+    def train():
+        for index in order:
+            weights[index].grad = None
+        sum((index + 1) * nn.functional.linear(X, weights[index]).float().sum() for index in order).backward()
+        return [weight.grad for weight in weights]
+
+    expected = train()
+    torch.utils.swap_tensors(*weights)
+    assert all(map(torch.equal, train(), expected))
+
+
 def write_data(model):
     for param in model.parameters():
         param.data.mul_(-3)  # the same memory, and no new version

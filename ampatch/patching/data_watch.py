@@ -55,7 +55,8 @@ class DataWatch(SessionPatch):
     Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
     it is in `watched` (half weights and their masters, by id), so that the two are compared before they are
     used. Idioms such as `p.data.clamp_(-c, c)` work. An array of NumPy or a DLPack capsule ends the cast as
-    well. What CUDA graphs write is for `Captures` to see.
+    well. So does `swap_tensors`, which has the graph of an earlier cast raise. What CUDA graphs write is for
+    `Captures` to see.
     """
 
     def __init__(self) -> None:
@@ -90,6 +91,15 @@ class DataWatch(SessionPatch):
             (torch.utils.dlpack, "to_dlpack"),
         ):
             patcher.replace(owner, name, WatchedView(get_raw(owner, name)))
+        swap = torch.utils.swap_tensors
+
+        @functools.wraps(swap)
+        def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+            CASTS.forget(t1)
+            CASTS.forget(t2)
+            swap(t1, t2)
+
+        patcher.replace(torch.utils, "swap_tensors", swap_tensors)
 
     def _expect_write(self, tensor: Tensor) -> None:
         if isinstance(tensor, Parameter):
