@@ -87,8 +87,7 @@ class Scaled(Instrument, amp.Observer):
         for owner, name in itertools.product((clip_grad, torch.nn.utils), CLIPS):
             if hasattr(owner, name):
                 clock.wrap(owner, name, self._clip)
-        if hasattr(torch.nn.utils, "get_total_norm"):
-            clock.wrap(torch.nn.utils, "get_total_norm", self._measure)
+        clock.wrap(torch.nn.utils, "get_total_norm", self._measure)
         clock.wrap(torch.autograd, "grad", self._grad)
         clock.wrap(Optimizer, "load_state_dict", self._load)
         clock.wrap(torch, "clear_autocast_cache", self._forget_casts)
